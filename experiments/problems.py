@@ -12,6 +12,7 @@ from corral.experiments.checks.data import MODEL_CONTEXT, check_dataset, check_l
 from corral.experiments.checks.groups import check_containers, check_groups, check_placement
 from corral.experiments.checks.training import check_layouts
 from corral.experiments.config.data import EvaluationConfig
+from corral.experiments.config.rollout import RewardConfig
 from corral.experiments.config.tracking import PACKAGE_BY_TRACKER, TrackingConfig
 from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, split_remedy
 from corral.experiments.experiment import Experiment
@@ -153,6 +154,13 @@ def _of_evaluation(experiment: Experiment, evaluation: EvaluationConfig) -> Iter
                 "shorten or remove them, or raise evaluation.dataset.max_prompt_tokens and what has to hold it",
                 path=path,
             )
+    parts = getattr(experiment, "rollout", RewardConfig()).reward
+    if isinstance(evaluation.correct, str) and evaluation.correct not in parts:
+        yield ConfigProblem(
+            f"evaluation.correct {evaluation.correct!r} is no part of rollout.reward, which has: {', '.join(parts)}",
+            "name a part, or a number that right answers have at least",
+            path=("evaluation", "correct"),
+        )
     if not experiment.generates and (
         evaluation.sampling.temperature > 0.0
         or evaluation.sampling.stop

@@ -7,9 +7,9 @@ sources: {name: the same, weight} ──► one order of all of them
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from corral.experiments.config.base import FrozenConfig, changed
 from corral.experiments.config.condition import Condition
@@ -203,6 +203,14 @@ class BestConfig(FrozenConfig):
     """Whether more of it is better; false for losses."""
 
 
+def _number_or_name(value: Any) -> Any:
+    """A number that was written as text, as on a command line, as the number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return value
+
+
 class EvaluationConfig(FrozenConfig):
     """Held-out rows, of the same kind as those that are learned from. Problems are answered by generation servers
     beside training, or, where there are none, by the ranks that train; a loss on rows judges these, too."""
@@ -224,6 +232,8 @@ class EvaluationConfig(FrozenConfig):
     """How answers are sampled."""
     answers_per_problem: int = Field(default=1, ge=1)
     """With more than one, accuracy is that of all answers, and eval/pass@k says how often one of k answers is right."""
+    correct: Annotated[float | str, BeforeValidator(_number_or_name)] = 1.0
+    """Which answers accuracy, pass@k and majority count as right: those with at least this reward; or the name of a part of `rollout.reward`, whose own number, before its weight, has to be at least 1."""  # noqa: E501
     vote: FindingPattern | None = None
     r"""A regular expression whose first group is what an answer says, where it matches last, such as \\boxed\{(.*?)\}: eval/majority then is how often what most of a problem's answers say is right."""  # noqa: E501
     best: BestConfig | None = None
@@ -234,6 +244,16 @@ class EvaluationConfig(FrozenConfig):
         """All held-out rows by name, which for those of `dataset` is empty."""
         others = {name: self.dataset.of_file(path) for name, path in self.more.items()}
         return {"": self.dataset, **others}
+
+    def is_correct(self, reward: float, parts: Mapping[str, float]) -> bool | None:
+        """Whether an answer is right; None if the part that says so has not judged it.
+
+        Args:
+            parts: of the reward, by name.
+        """
+        if isinstance(self.correct, str):
+            return parts[self.correct] >= 1.0 if self.correct in parts else None
+        return reward >= self.correct
 
     @property
     def frequency(self) -> Frequency:

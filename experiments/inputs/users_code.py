@@ -34,12 +34,11 @@ class Question(FrozenConfig):
     ppo: PPOConfig | None = None
     """What interfaces are made with."""
     rewards: dict[str, RewardPart] = {}
-    """The parts of the reward, by name, that are tried on `problem`."""
+    """The parts of the reward, by name, that are tried on each of `rows`."""
     reward_timeout_s: float = Field(default=15.0, gt=0.0)
-    problem: dict[str, Any] = {}
-    """One row of the dataset, as it stands in the file."""
-    answers: tuple[str, ...] = ()
-    """Texts that the reward is tried on; one that it can judge is enough."""
+    rows: "tuple[TriedRow, ...]" = ()
+    correct: float | str | None = None
+    """`evaluation.correct`; None where nothing is held out."""
     agent: str | None = None
     """The function that has to be a coroutine function of an agent's form; None looks at none."""
     agent_settings: dict[str, Any] = {}
@@ -50,6 +49,19 @@ class Question(FrozenConfig):
     """Whether a sandbox is made here where a reward or an agent needs one."""
     calls: "tuple[CallQuestion, ...]" = ()
     """Calls that run something of the user's own, each of which is tried."""
+
+
+class TriedRow(FrozenConfig):
+    """A row that the reward is tried on."""
+
+    place: str
+    """Such as: the first row of the data set."""
+    problem: dict[str, Any]
+    """As it stands in the file."""
+    right: tuple[str, ...]
+    """Its own answer in the spellings that rewards ask for, the plain one first; none if it has no answer."""
+    others: tuple[str, ...]
+    """Texts that the reward is tried on besides; one that it can judge is enough."""
 
 
 class CallQuestion(FrozenConfig):
@@ -90,10 +102,10 @@ class Problem(FrozenConfig):
     message: str
     """With the file and the line, where there is one."""
     hint: str = ""
-    kind: Literal["missing_module", "no_sandbox", "untried", "code"] = "code"
+    kind: Literal["missing_module", "no_sandbox", "untried", "doubtful", "code"] = "code"
     """`missing_module`: a module that the environment of this process does not have; `no_sandbox`: it runs in
     sandboxes, and this machine can make none; `untried`: it asks for what only a trial has, and nothing is known to be
-    wrong."""
+    wrong; `doubtful`: it works, and may not be what is meant."""
 
 
 class UsedFile(FrozenConfig):

@@ -114,6 +114,7 @@ def make_evaluation_config(plan: RunPlan, dataset: Path | None, *, max_new_token
         dataset=form if dataset is None else form.of_file(dataset.absolute()),
         sampling=as_trained.model_copy(update={"max_new_tokens": max_new_tokens or as_trained.max_new_tokens}),
         answers_per_problem=own.answers_per_problem if own else 1,
+        correct=own.correct if own else 1.0,
     )
 
 

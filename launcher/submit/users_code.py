@@ -10,17 +10,19 @@ in no container; what that Python lacks, a group in a container may have, so the
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.config.rollout import RewardConfig, RolloutConfig
 from corral.experiments.datasets.dataset import Dataset
-from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.errors import ConfigError, display_path
-from corral.experiments.inputs.users_code import CallQuestion, Findings, Question, users_paths
+from corral.experiments.inputs.users_code import CallQuestion, Findings, Question, TriedRow, users_paths
 from corral.experiments.inputs.users_process import as_problem, ask, importing_from, users_root
 from corral.experiments.plan import RunPlan
+from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.mode import has_jobs
 from corral.experiments.worker_specs import DatasetSpec, ModelRoleSpec, ModelWorkerSpec, RolloutWorkerSpec
@@ -72,12 +74,14 @@ def look_at_code(plan: RunPlan, *, tries: bool = True) -> KeptCode:
     contained = [kind for kind, group in plan.scheduling.items() if group.scheduling.container_image]
     missing = [one for one in findings.problems if one.kind in ("missing_module", "no_sandbox") and contained]
     untried = [one for one in findings.problems if one.kind == "untried"]
-    if refused := [one for one in findings.problems if one not in missing and one not in untried]:
+    doubtful = [one for one in findings.problems if one.kind == "doubtful"]
+    if refused := [one for one in findings.problems if one not in (*missing, *untried, *doubtful)]:
         hint_by_kind = {"no_sandbox": _SANDBOX_HINT if has_jobs(plan.mode) else ""}
         named = [one.model_copy(update={"hint": one.hint or hint_by_kind.get(one.kind, "")}) for one in refused]
         raise ConfigError([as_problem(plan.config, one) for one in named])
     warnings = [f"{one.import_path} was not tried: {one.message}; the containers may have it" for one in missing]
     warnings += [f"{one.import_path} was not tried to the end: {one.message}" for one in untried]
+    warnings += [f"{one.import_path} {one.message}" for one in doubtful]
     if findings.not_kept:
         listed = ", ".join(display_path(Path(path)) for path in findings.not_kept[:_LISTED])
         warnings.append(f"files that your code reads are too large to be kept with the trial: {listed}")
@@ -127,15 +131,15 @@ def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question
     if not tries:
         return Question(roots=(users_root(),), import_paths=paths)
     judge, dataset, rollout = _judged(plan)
-    row = _first_row(dataset) if dataset else None
-    prompt = row.prompt if row is not None and isinstance(row.prompt, str) else ""
+    evaluation = plan.all_of(ModelWorkerSpec)[0].evaluation
+    rewards = judge.reward if any(part.function in paths for part in judge.reward.values()) else {}
     return Question(
         roots=(users_root(),),
         import_paths=paths,
-        rewards={name: part for name, part in judge.reward.items() if row is not None and part.function in paths},
+        rewards=rewards,
         reward_timeout_s=judge.reward_timeout_s,
-        problem=row.fields if row else {},
-        answers=tuple(dict.fromkeys((*map(str, row.answers if row else ()), prompt, ""))),
+        rows=tuple(_tried_rows(plan, dataset, evaluation)) if rewards else (),
+        correct=evaluation.correct if evaluation is not None else None,
         agent=rollout.agent if rollout is not None and rollout.agent in paths else None,
         agent_settings=rollout.agent_settings if rollout is not None else {},
         sampler=dataset.config.sampler if dataset is not None else None,
@@ -144,11 +148,48 @@ def _question(plan: RunPlan, paths: tuple[str, ...], *, tries: bool) -> Question
     )
 
 
-def _first_row(dataset: DatasetSpec) -> DatasetRow | None:
+def _tried_rows(plan: RunPlan, dataset: DatasetSpec | None, evaluation: EvaluationConfig | None) -> Iterator[TriedRow]:
+    """The first row of the data set, and of each set of held-out problems."""
+    opens: dict[str, Callable[[], Dataset]] = {}
+    if dataset is not None:
+        opens["the data set"] = partial(Dataset.planned, dataset)
+    if evaluation is not None:
+        for name, config in evaluation.datasets.items():
+            place = f"evaluation.more.{name}" if name else "evaluation.dataset"
+            opens[place] = partial(Dataset.open, config, kind="prompts")
+    prompts = PromptEncoder(plan.all_of(ModelWorkerSpec)[0].tokenizer)
+    for place, open_rows in opens.items():
+        try:
+            row = next(iter(open_rows().values()), None)
+        except (OSError, ConfigError):
+            continue  # tasks that were listed, and are not in their file yet
+        if row is not None:
+            prompt = (row.prompt,) if isinstance(row.prompt, str) else ()
+            answers = [answer for answer in row.answers if isinstance(answer, str)]
+            yield TriedRow(
+                place=f"the first row of {place}",
+                problem=dict(row.fields),
+                right=tuple(dict.fromkeys(spelled for answer in answers for spelled in _spellings(answer, prompts))),
+                others=tuple(dict.fromkeys((*prompt, ""))),
+            )
+
+
+def _spellings(answer: str, prompts: PromptEncoder) -> Iterator[str]:
+    """An answer as models are asked to write it, alone and behind reasoning as the model's own template writes it."""
+    spelled = [
+        answer,
+        f"\\boxed{{{answer}}}",
+        f"#### {answer}",
+        f"The answer is {answer}",
+        f"<answer>{answer}</answer>",
+    ]
+    yield from spelled
     try:
-        return next(iter(Dataset.planned(dataset).values()), None)
-    except OSError:
-        return None  # tasks that were listed, and are not in their file yet
+        begin, end = prompts.chat.reasoning or ("<think>", "</think>")
+        begin = "" if prompts.chat.begins_reasoning else begin
+    except (ValueError, OSError):  # no template
+        begin, end = "<think>", "</think>"
+    yield from (f"{begin}\nSo it is.\n{end}\n\n{each}" for each in spelled)
 
 
 def _judged(plan: RunPlan) -> tuple[RewardConfig, DatasetSpec | None, RolloutConfig | None]:

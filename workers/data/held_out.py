@@ -7,49 +7,59 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-_CORRECT_FROM = 1.0  # rewards of correct answers reach it; what lies below is partial credit
+_CORRECT_FROM = 1.0  # rewards of correct answers reach it, where nobody says otherwise
 _PASS, MAJORITY = "pass@", "majority"
 
 
 def sums_of(
-    rewards: Sequence[float], lengths: Sequence[int], *, asked: int = 1, votes: Sequence[str | None] | None = None
+    rewards: Sequence[float],
+    lengths: Sequence[int],
+    *,
+    are_correct: Sequence[bool | None] | None = None,
+    asked: int = 1,
+    votes: Sequence[str | None] | None = None,
 ) -> dict[str, float]:
     """The sums of one problem.
 
     Args:
         rewards: of the answers to it; none if they could not be judged.
         lengths: their tokens.
+        are_correct: whether they are right, None where nobody knows: of a problem with such an answer nothing is said
+            of accuracy. Without it rewards say so.
         asked: answers that were asked for.
         votes: what each of the answers says, None where it says nothing; None where nobody counts them.
     """
-    correct = sum(reward >= _CORRECT_FROM for reward in rewards)
+    told = [reward >= _CORRECT_FROM for reward in rewards] if are_correct is None else are_correct
+    known = [bool(one) for one in told if one is not None]
+    correct, is_known = sum(known), len(known) == len(rewards)
     sums = {
         "problems": 1.0,
         "judged_problems": float(bool(rewards)),
         "judged": float(len(rewards)),
         "unjudged": 0.0 if rewards else float(asked),
-        "correct": float(correct),
+        "known": float(len(known) if is_known else 0),
+        "correct": float(correct if is_known else 0),
         "reward": math.fsum(rewards),
         "tokens": float(sum(lengths)),
     }
     k = 2
-    while k <= asked:
+    while is_known and k <= asked:
         sums[f"{_PASS}{k}"] = pass_at(k, num=len(rewards), correct=correct)
         k *= 2
-    if votes is not None:
-        sums[MAJORITY] = majority_of(rewards, votes)
+    if votes is not None and is_known:
+        sums[MAJORITY] = majority_of(known, votes)
     return sums
 
 
-def majority_of(rewards: Sequence[float], votes: Sequence[str | None]) -> float:
+def majority_of(are_correct: Sequence[bool], votes: Sequence[str | None]) -> float:
     """How probable it is that what most answers say is correct, where chance decides among what equally many say.
 
     Wang et al. 2022, https://arxiv.org/abs/2203.11171. If what says the same is judged differently, a share of it is.
     """
     saying: dict[str, list[bool]] = defaultdict(list)
-    for reward, vote in zip(rewards, votes, strict=True):
+    for is_correct, vote in zip(are_correct, votes, strict=True):
         if vote is not None:
-            saying[vote].append(reward >= _CORRECT_FROM)
+            saying[vote].append(is_correct)
     most = max(map(len, saying.values()), default=0)
     shares = [sum(correct) / most for correct in saying.values() if len(correct) == most]
     return math.fsum(shares) / max(len(shares), 1)
@@ -75,17 +85,17 @@ def added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, fl
 
 
 def means(sums: Mapping[str, float]) -> dict[str, float]:
-    """`accuracy` (share of judged answers with full reward), `reward/mean`, `response_length/mean`, `pass@k`,
-    `majority`, all of answers that were judged, and missing where none was; beside them `problems` and `unjudged`,
-    which are counted.
+    """`accuracy` (share of right answers, of those of which that is known), `reward/mean`, `response_length/mean`,
+    `pass@k`, `majority`, all of answers that were judged, and missing where none was; beside them `problems` and
+    `unjudged`, which are counted.
     """
     values = {name: sums.get(name, 0.0) for name in ("problems", "unjudged")}
     if judged := sums.get("judged"):
         values |= {
-            "accuracy": sums["correct"] / judged,
             "reward/mean": sums["reward"] / judged,
             "response_length/mean": sums["tokens"] / judged,
         }
+        values |= {"accuracy": sums["correct"] / known} if (known := sums.get("known")) else {}
         of_problems = {name: total for name, total in sums.items() if name.startswith((_PASS, MAJORITY))}
         values |= {name: total / sums["judged_problems"] for name, total in of_problems.items()}
     return values

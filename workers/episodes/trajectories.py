@@ -47,6 +47,13 @@ REWARD_SECONDS = "reward/seconds"
 """Name of the statistic of an answer: from its end to its reward."""
 
 
+def reward_parts_of(statistics: Mapping[str, float]) -> dict[str, float]:
+    """The parts of a reward among its statistics, by name."""
+    return {
+        name.removeprefix(REWARD_PART): number for name, number in statistics.items() if name.startswith(REWARD_PART)
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class JudgedEpisode:
     """One of the answers to a prompt, over however many turns and branches, with its reward."""

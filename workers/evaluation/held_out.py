@@ -20,8 +20,10 @@ from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.held_out import added, means, sums_of
 from corral.workers.data.prompts import checked_prompts, load_held_out_rows
 from corral.workers.engine.batch import generate_greedily
+from corral.workers.episodes.trajectories import reward_parts_of
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.streams.closing import all_or_first_error
+from corral.workers.user_code.trials import Judged
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class HeldOutProblems:
         encoder = PromptEncoder(model, config.dataset.chat_template_kwargs)
         self._prompts = checked_prompts(self._rows, encoder, config.dataset)
         self._stop_token_ids = eos_token_ids(model)
-        self._judge = judge
+        self._judge, self._config = judge, config
         self._max_new_tokens = config.sampling.max_new_tokens
 
     def __len__(self) -> int:
@@ -55,17 +57,24 @@ class HeldOutProblems:
             stop_token_ids=self._stop_token_ids,
             batch_size=batch_size,
         )
-        rewards = asyncio.run(self._judge_all(outputs))
-        by_problem = (sums_of(reward, [len(output)]) for reward, output in zip(rewards, outputs, strict=True))
+        judged = asyncio.run(self._judge_all(outputs))
+        by_problem = (
+            sums_of(
+                [one.reward for one in each],
+                [len(output)],
+                are_correct=[self._config.is_correct(one.reward, reward_parts_of(one.statistics)) for one in each],
+            )
+            for each, output in zip(judged, outputs, strict=True)
+        )
         return functools.reduce(added, by_problem, dict.fromkeys(sums_of([], []), 0.0))
 
-    async def _judge_all(self, outputs: Sequence[list[int]]) -> list[list[float]]:
-        """The reward of each answer, none where the reward function failed on every try."""
-        return await all_or_first_error(*map(self._reward_of, self._rows, outputs))
+    async def _judge_all(self, outputs: Sequence[list[int]]) -> list[list[Judged]]:
+        """What the reward says of each answer, nothing where it failed on every try."""
+        return await all_or_first_error(*map(self._judged, self._rows, outputs))
 
-    async def _reward_of(self, row: DatasetRow, output: list[int]) -> list[float]:
+    async def _judged(self, row: DatasetRow, output: list[int]) -> list[Judged]:
         try:
-            return [one.reward for one in await self._judge.judge(row.fields, [output])]
+            return await self._judge.judge(row.fields, [output])
         except RewardFailedError as error:
             logger.warning("the answer to held-out problem %s is left out of the means: %s", row.row_id, error)
             return []

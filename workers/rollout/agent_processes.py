@@ -28,6 +28,7 @@ from corral.workers.rollout.programs import Program, Started
 from corral.workers.rollout.reward_processes import ending
 from corral.workers.streams.closing import cancel
 from corral.workers.user_code.agent_host import LARGEST_LINE, MARK_BYTES, Done
+from corral.workers.user_code.blame import printable
 
 logger = logging.getLogger(__name__)
 
@@ -132,12 +133,13 @@ class _Process:
     def _take(self, message: dict[str, Any]) -> None:
         if "done" in message:
             done = msgspec.convert(message, Done)
+            done.ended, done.error = printable(done.ended), done.error and done.error.printable()
+            done.metrics = {printable(name): number for name, number in done.metrics.items()}
             run = self.runs.pop(done.done, None)
             if run is not None and not run.outcome.done():
                 run.outcome.set_result(done)
         elif "judge" in message and (run := self.runs.get(message["run"])) is not None:
-            answer = str(message["answer"]).encode(errors="replace").decode()  # no half surrogate pair goes to a reward
-            self.start(self._judge(run, int(message["judge"]), answer))
+            self.start(self._judge(run, int(message["judge"]), printable(str(message["answer"]))))
 
     async def _judge(self, run: _Run, call: int, answer: str) -> None:
         try:

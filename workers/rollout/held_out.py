@@ -15,7 +15,7 @@ from corral.experiments.config.patterns import last_found
 from corral.experiments.datasets.row_parser import DatasetRow, RowError
 from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.data.held_out import sums_of
-from corral.workers.episodes.trajectories import JudgedEpisode
+from corral.workers.episodes.trajectories import JudgedEpisode, reward_parts_of
 from corral.workers.requests.manager_messages import Answered, HeldOutProblem
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 
@@ -36,6 +36,7 @@ class HeldOutProblems:
         """
         self._rows = rows
         self._seed = seed
+        self._config = config
         self._num_answers = config.answers_per_problem
         self._vote = config.vote
         self._groups = replace(
@@ -64,7 +65,9 @@ class HeldOutProblems:
         lengths = [sum(len(answer.output_ids) for answer in episode.answers) for episode in episodes]
         versions = {span.version for episode in episodes for answer in episode.answers for span in answer.spans}
         votes = [self._vote_of(episode) for episode in episodes] if self._vote else None
-        sums = sums_of([episode.reward for episode in episodes], lengths, asked=self._num_answers, votes=votes)
+        right = [self._config.is_correct(episode.reward, reward_parts_of(episode.parts)) for episode in episodes]
+        rewards = [episode.reward for episode in episodes]
+        sums = sums_of(rewards, lengths, are_correct=right, asked=self._num_answers, votes=votes)
         return Answered(problem=problem, sums=sums, versions=sorted(versions))
 
     def _vote_of(self, episode: JudgedEpisode) -> str | None:

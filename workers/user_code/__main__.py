@@ -11,14 +11,15 @@ a trial; torch is imported only where the user's modules do, or an interface is 
 
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.inputs.users_code import Declared, Findings, Problem, Question
+from corral.experiments.inputs.users_code import SHIPPED, Declared, Findings, Problem, Question
 from corral.experiments.inputs.users_process import check_not_hidden
 from corral.experiments.trial.directory import atomic_write
 from corral.workers.modules import loading_modules
@@ -27,8 +28,10 @@ from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.blame import describe_error, watched
 from corral.workers.user_code.files import UsedFiles
 from corral.workers.user_code.loading import NoSuchNameError, configured, load_callable
-from corral.workers.user_code.trials import UnfitError, UntriedError, check_agent, try_reward
+from corral.workers.user_code.trials import UnfitError, UntriedError, check_agent, fails_on, try_reward
 from corral.workers.user_code.weigh_prompts import TRIED_ON, weights_of
+
+_ONE_IF_RIGHT = tuple(f"corral.workers.rewards:{name}" for name in ("exact_match", "math", "multiple_choice", "Format"))
 
 
 class _Look:
@@ -38,6 +41,10 @@ class _Look:
         self._question = question
         self._path = findings
         self._problems: list[Problem] = []
+        self._failures: dict[str, str] = {}
+        """How a reward fails on an answer that models give, by import path."""
+        self._judged: defaultdict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+        """By place of the row, name of the part, and answer."""
         self._declared: dict[str, Declared] = {}
         self._sandboxed: tuple[str, ...] = ()
         self._used = UsedFiles(question.roots)
@@ -57,11 +64,11 @@ class _Look:
                 self._try(question.sampler, lambda: weights_of(loaded[str(question.sampler)], TRIED_ON))
         for name, part in question.rewards.items():
             if part.function in loaded and (has_sandbox or not asks_for_sandbox(loaded[part.function])):
-                with self._deadline("one call of it", part.timeout_s or question.reward_timeout_s, part.function):
-                    self._try(part.function, partial(self._try_reward, name, loaded[part.function]))
+                self._try(part.function, partial(self._try_reward, name, loaded[part.function]))
         for call in question.calls if not self._problems else ():
             with self._deadline("one call with it", question.import_timeout_s, call.import_path):
                 self._try(call.import_path, partial(_algorithms().try_call, call))
+        self._note_doubts()
         self._write()
 
     def _try_reward(self, name: str, found: Any) -> None:
@@ -70,7 +77,44 @@ class _Look:
             reward = configured(found, part.settings, key="settings")
         except ValueError as error:
             raise UnfitError(str(error)) from error
-        try_reward(reward, self._question.problem, self._question.answers, is_weighed=part.weight != 0.0)
+        timeout_s = part.timeout_s or self._question.reward_timeout_s
+        for row in self._question.rows:
+            with self._deadline("one call of it", timeout_s, part.function):
+                judged = try_reward(reward, row, is_weighed=part.weight != 0.0, timeout_s=timeout_s)
+            if not asks_for_sandbox(reward):  # a row's answer is no program
+                self._judged[row.place][name] = judged
+        for row in self._question.rows[:1]:
+            with self._deadline("one call of it", timeout_s, part.function):
+                failure = "" if asks_for_sandbox(reward) else fails_on(reward, row, timeout_s=timeout_s)
+            if failure:
+                self._failures[part.function] = failure
+
+    def _note_doubts(self) -> None:
+        """Rewards by which a row's own answer is not right, which nobody notices while a trial runs."""
+        parts, correct, doubts = self._question.rewards, self._question.correct, dict[str, str]()
+        counted = {correct: 1.0} if isinstance(correct, str) else {name: part.weight for name, part in parts.items()}
+        least = correct if isinstance(correct, float) else 1.0
+        for row in self._question.rows if parts else ():
+            judged, own = self._judged[row.place], f"the own answer {(*row.right, '')[0]!r:.40} of {row.place}"
+            for name, part in parts.items():
+                if part.function in SHIPPED:
+                    with suppress(KeyError):
+                        reward = load_callable(part.function)
+                        judged[name] = {answer: reward(row.problem, answer) for answer in row.right}
+                rewards = [judged[name][answer] for answer in row.right if answer in judged.get(name, {})]
+                if part.function in _ONE_IF_RIGHT and rewards and max(rewards) <= 0.0:
+                    doubts.setdefault(part.function, f"gives 0 to {own}, however it is spelled")
+            known = [answer for answer in row.right if all(answer in judged.get(name, {}) for name in counted)]
+            sums = [sum(weight * judged[name][answer] for name, weight in counted.items()) for answer in known]
+            if correct is not None and sums and max(sums) < least:
+                doubts.setdefault(
+                    parts[next(iter(counted))].function,
+                    f"gives {own} at most {max(sums):g}, and right answers are those from {least:g} on: accuracy may "
+                    "be 0 whatever the model says; let evaluation.correct name the part of the reward that says what "
+                    "is right, or a number that right answers have",
+                )
+        for import_path, message in (self._failures | doubts).items():
+            self._note(import_path, message, "doubtful")
 
     def _try_sandbox(self, loaded: Mapping[str, Any]) -> bool:
         """Makes a sandbox where something runs in one; whether none is missing."""

@@ -53,7 +53,7 @@ from corral.workers.agents.language import ModelLanguage
 from corral.workers.agents.session import Session
 from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.agent_run import AgentRun, blocking_interrupted
-from corral.workers.user_code.blame import describe_error, users_traceback
+from corral.workers.user_code.blame import describe_error, printable, users_traceback
 from corral.workers.user_code.loading import load_callable
 from corral.workers.user_code.trials import checked_reward
 
@@ -100,6 +100,10 @@ class Fault(msgspec.Struct):
     cause: str
     """One line, with file and line."""
     traceback: str = ""
+
+    def printable(self) -> "Fault":
+        """The same in texts that every file and connection takes."""
+        return Fault(self.kind, printable(self.cause), printable(self.traceback))
 
 
 class Done(msgspec.Struct):
@@ -271,13 +275,9 @@ def _fault(error: BaseException) -> Fault:
     cause = describe_error(error) if kind == "agent_error" else str(error)
     return Fault(
         kind,
-        _printable(cause)[:_LONGEST_CAUSE],
-        _printable(users_traceback(error))[-_LONGEST_TRACEBACK:],
+        printable(cause)[:_LONGEST_CAUSE],
+        users_traceback(error)[-_LONGEST_TRACEBACK:],
     )
-
-
-def _printable(text: str) -> str:
-    return text.encode(errors="replace").decode()
 
 
 def main(argument: str) -> None:
@@ -294,7 +294,7 @@ def main(argument: str) -> None:
     try:
         host = Host(load_callable(setup.agent), setup)
     except BaseException as error:
-        failed = {"failed": f"{setup.agent} cannot be imported: {_printable(describe_error(error))}"}
+        failed = {"failed": f"{setup.agent} cannot be imported: {describe_error(error)}"}
         channel.sendall(json.dumps(failed).encode() + b"\n")
         return
     with suppress(ConnectionError):

@@ -18,7 +18,12 @@ def describe_error(error: BaseException) -> str:
     """One line for ledgers and logs: "KeyError: 'answer' (my_rewards.py:12)"."""
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     place = place_of(error)
-    return f"{what} ({place})" if place else what
+    return printable(f"{what} ({place})" if place else what)
+
+
+def printable(text: str) -> str:
+    """A text of the user's code without halves of surrogate pairs, which no file and no connection takes."""
+    return text.encode(errors="replace").decode()
 
 
 def place_of(error: BaseException) -> str:
@@ -52,7 +57,7 @@ def users_traceback(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and not _is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    return printable("".join(traceback.format_exception(type(error), error, trace or error.__traceback__)))
 
 
 def shown_path(file: str) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
@@ -11,13 +12,16 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from corral.experiments.inputs.users_code import TriedRow
 from corral.workers.agents.contract import Episode
 from corral.workers.data.side_numbers import side_number
-from corral.workers.user_code.blame import describe_error, shown_path
+from corral.workers.user_code.blame import describe_error, printable, shown_path
 
 Takes = Literal["answer", "answers", "episodes"]
 
 _MOST_SAID = 8192  # characters; `words` of a part of the reward asks for no more
+_SHARE = 4  # of a deadline, after which no further answer is tried
+_ODD_ANSWERS = ("", "####", "#### ,", "\\boxed{}", "-", "\u0664\u2212 \u7b54\u6848", "so it is " * 1000)
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32 in a sample
 
 
@@ -83,16 +87,27 @@ def checked_rewards(
 
 
 def _judged(reward: float, statistics: Any) -> Judged:
-    numbers = {str(name): number for name, number in statistics.items()}
-    said = numbers.pop("said") if isinstance(numbers.get("said"), str) else ""
-    said = said[-_MOST_SAID:].encode(errors="replace").decode()
+    numbers = {printable(str(name)): number for name, number in statistics.items()}
+    said = printable(numbers.pop("said")[-_MOST_SAID:]) if isinstance(numbers.get("said"), str) else ""
     return Judged(reward, {name: side_number(number) for name, number in numbers.items()}, said)
 
 
 def try_reward(
-    reward: Callable[..., Any], problem: Mapping[str, Any], answers: Sequence[str], *, is_weighed: bool = True
-) -> None:
-    """Calls the reward on answers to one problem until it judges one; is_weighed as in `checked_rewards`.
+    reward: Callable[..., Any],
+    row: TriedRow,
+    *,
+    is_weighed: bool = True,
+    timeout_s: float = 15.0,
+) -> dict[str, float]:
+    """Calls the reward on answers to one row: on all spellings of the row's own answer, as long as that takes little of
+    the deadline, or until an async reward, which may cost something, or one of groups, has judged one.
+
+    Args:
+        is_weighed: as in `checked_rewards`.
+        timeout_s: the deadline of one call.
+
+    Returns:
+        The numbers of the answers that it judged; none if it was not tried on all spellings.
 
     Raises:
         UnfitError: if it can never be called, or judged none of them.
@@ -101,11 +116,17 @@ def try_reward(
     takes = what_it_takes(reward)
     is_of_groups = takes != "answer"
     _check_arguments(reward, ("problem", takes))
-    causes: list[str] = []
-    for group in [list(answers)] if is_of_groups else [[answer] for answer in answers]:
+    answers, started = [*row.right, *row.others], time.monotonic()
+    causes, judged = list[str](), dict[str, float]()
+    for group in [answers] if is_of_groups else [[answer] for answer in answers]:
+        is_enough = is_async(reward) or time.monotonic() - started > timeout_s / _SHARE
+        if judged and group[0] not in row.right:
+            break
+        if judged and is_enough:
+            return {}
         try:
             texts = [json.dumps(asdict(Episode([text]))) for text in group] if takes == "episodes" else group
-            value = reward(problem, as_taken(takes, texts))
+            value = reward(row.problem, as_taken(takes, texts))
             if is_async(reward):
                 value = asyncio.run(_result(value))
         except (ConnectionError, TimeoutError) as error:
@@ -114,13 +135,28 @@ def try_reward(
             causes.append(describe_error(error))
             continue
         try:
-            checked_rewards(reward, value, len(group), is_weighed=is_weighed)
-            return
+            rewards = checked_rewards(reward, value, len(group), is_weighed=is_weighed)
+            judged |= {answer: one.reward for answer, one in zip(group, rewards, strict=True)}
         except (AttributeError, TypeError, ValueError) as error:
             rule = f"{error}" if is_of_groups else "a reward is a finite number"
             causes.append(f"{_where(reward)}: {_name(reward)} returned {value!r:.100}, and {rule}")
-    tried = " and ".join(f"{answer!r:.40}" for answer in answers)
-    raise UnfitError(f"it judged no answer to the first row of the data set, tried with {tried}: {causes[0]}")
+    if not judged:
+        tried = " and ".join(f"{answer!r:.40}" for answer in dict.fromkeys([*row.right[:1], *row.others]))
+        raise UnfitError(f"it judged no answer to {row.place}, tried with {tried}: {causes[0]}")
+    return judged
+
+
+def fails_on(reward: Callable[..., Any], row: TriedRow, *, timeout_s: float) -> str:
+    """How a plain reward fails on an answer that a model may give, so that its prompt is lost; "" if it does not."""
+    started = time.monotonic()
+    for answer in _ODD_ANSWERS if what_it_takes(reward) == "answer" and not is_async(reward) else ():
+        if time.monotonic() - started > timeout_s / _SHARE:
+            break
+        try:
+            checked_rewards(reward, reward(row.problem, answer), 1)
+        except Exception as error:
+            return f"fails on an answer such as {answer!r:.40}, whose prompt is then dropped: {describe_error(error)}"
+    return ""
 
 
 def check_agent(agent: Callable[..., Any], settings: Mapping[str, Any]) -> None:

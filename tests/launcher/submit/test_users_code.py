@@ -193,6 +193,72 @@ def test_a_reward_that_judges_one_of_several_texts_is_taken(submit: Submit) -> N
     )
 
 
+def write_rows(path: Path, answer: object, **fields: object) -> None:
+    rows = ({"id": str(number), "prompt": "1+1=", "answer": answer, **fields} for number in range(8))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+HELD_OUT = "evaluation.dataset.path=held_out.jsonl"
+
+
+def test_a_reward_is_tried_on_the_first_row_of_each_set_of_held_out_problems(submit: Submit, tmp_path: Path) -> None:
+    reads = "def score(problem, answer):\n    return float(answer == problem['result'])\n"
+    write_rows(tmp_path / "train.jsonl", "2", result="2")
+    write_rows(tmp_path / "held_out.jsonl", "2", result="2")
+    write_rows(tmp_path / "more.jsonl", "2")
+    assert not submit("rollout.reward=own_reward:score", HELD_OUT, own_reward=reads).warnings
+    with pytest.raises(
+        ConfigError, match="judged no answer to the first row of evaluation.more.aime, .*own_reward.py:2"
+    ):
+        submit("rollout.reward=own_reward:score", HELD_OUT, "evaluation.more={aime: more.jsonl}")
+
+
+COSTLY = """\
+def right(problem, answer):
+    return float(answer.strip() == problem["answer"])
+
+
+def score(problem, answer):
+    return right(problem, answer) - 0.01 * len(answer)
+"""
+
+
+def test_a_reward_by_which_no_answer_is_right_is_told_where_accuracy_is_measured(
+    submit: Submit, tmp_path: Path
+) -> None:
+    for name in ("train", "held_out"):
+        write_rows(tmp_path / f"{name}.jsonl", "2")
+    both = "rollout.reward={right: {function: 'own_reward:right'}, all: {function: 'own_reward:score', weight: 0.0}}"
+    (warning,) = submit("rollout.reward=own_reward:score", HELD_OUT, own_reward=COSTLY).warnings
+    assert warning.startswith("own_reward:score gives the own answer '2' of the first row of the data set at most 0.99")
+    assert "let evaluation.correct name the part" in warning
+    assert not submit("rollout.reward=own_reward:score", HELD_OUT, "evaluation.correct=0.9").warnings
+    assert not submit(both, HELD_OUT, "evaluation.correct=right").warnings
+    with pytest.raises(ConfigError, match="evaluation.correct 'wrong' is no part of rollout.reward, .*: right, all"):
+        submit(both, HELD_OUT, "evaluation.correct=wrong")
+
+
+def test_a_row_whose_own_answer_is_not_right_by_a_reward_that_ships_is_told(submit: Submit, tmp_path: Path) -> None:
+    math = "rollout.reward=corral.workers.rewards:math"
+    for answer in ("1331 and 1728", 1e-05, "\\frac{1}{2}", "5 apples"):
+        write_rows(tmp_path / "train.jsonl", answer)
+        assert not submit(math).warnings
+    write_rows(tmp_path / "train.jsonl", "no solution")
+    with pytest.raises(ConfigError, match="reads no mathematics in the row's answer 'no solution'"):
+        submit(math)
+    write_rows(tmp_path / "train.jsonl", "B")
+    parts = {"form": {"function": "corral.workers.rewards:Format", "settings": {"pattern": "#+ Answer: .*"}}}
+    (warning,) = submit(f"rollout.reward={json.dumps(parts)}").warnings
+    assert "rewards:Format gives 0 to the own answer 'B' of the first row of the data set" in warning
+    assert not submit("rollout.reward=corral.workers.rewards:Format").warnings
+
+
+def test_a_reward_that_fails_on_what_a_model_may_say_is_told(submit: Submit) -> None:
+    fails = "def score(problem, answer):\n    return float(answer.partition('####')[2].replace(',', '') or '0')\n"
+    (warning,) = submit("rollout.reward=own_reward:score", own_reward=fails).warnings
+    assert "own_reward:score fails on an answer such as" in warning and "own_reward.py:2" in warning
+
+
 UNIT_TESTS = "rollout.reward=corral.workers.rewards:unit_tests"
 
 

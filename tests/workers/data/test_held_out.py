@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.workers.data.held_out import added, majority_of, means, pass_at, sums_of
 
 REWARDS = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=4, max_size=4)
@@ -59,3 +60,20 @@ def test_what_could_not_be_judged_is_counted_and_in_no_mean() -> None:
         "response_length/mean": 3.0,
         "pass@2": 1.0,
     }
+
+
+def test_accuracy_is_by_what_is_said_to_be_right_and_missing_where_nobody_knows_it() -> None:
+    config = EvaluationConfig(dataset=DatasetConfig(), correct="right")
+    assert [config.is_correct(0.97, parts) for parts in ({"right": 1.0}, {"right": 0.0}, {})] == [True, False, None]
+    assert [EvaluationConfig(dataset=DatasetConfig(), correct=0.9).is_correct(value, {}) for value in (0.97, 0.5)] == [
+        True,
+        False,
+    ]
+    said = sums_of([0.97, 0.3], [1, 1], are_correct=[True, False], asked=2, votes=["7", "8"])
+    unknown = sums_of([0.97, 0.3], [1, 1], are_correct=[True, None], asked=2, votes=["7", "8"])
+    assert {name: means(said)[name] for name in ("accuracy", "pass@2", "majority")} == {
+        "accuracy": 0.5,
+        "pass@2": 1.0,
+        "majority": 0.5,
+    }
+    assert means(unknown).keys() == {"problems", "unjudged", "reward/mean", "response_length/mean"}

@@ -39,6 +39,19 @@ async def asks_in_branches(task: Task, session: Session) -> Outcome:
     return Outcome(await session.judge(last), metrics={"branches": 2.0}, ended="enough")
 
 
+async def says_half_surrogates(task: Task, session: Session) -> Outcome:
+    """In every text that an agent reports, and in what it has judged."""
+    last = await session.generate()
+    session.note(**{"a\ud800b": 1.0})
+    await session.judge("\ud800")
+    return Outcome(await session.judge(last), metrics={"m\udfff": 1.0}, ended="x\ud800")
+
+
+async def fails_with_half_a_surrogate(task: Task, session: Session) -> None:
+    await session.generate()
+    raise KeyError("\ud800")
+
+
 async def asks_for_ever(task: Task, session: Session) -> None:
     while True:
         await session.generate()

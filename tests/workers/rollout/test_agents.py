@@ -305,6 +305,18 @@ def test_a_report_of_any_size_fails_its_episode_alone_and_says_so(tmp_path: Path
     assert outcomes["1"] == "finished"
 
 
+def test_half_of_a_surrogate_pair_is_replaced_in_every_text_that_an_agent_reports(tmp_path: Path) -> None:
+    rig, _ = one_group(tmp_path, plays("says_half_surrogates"))
+    scalars = rig.received[0].scalars
+    assert (scalars["notes/a?b"], scalars["notes/m?"], scalars["episode/ended/other"]) == (1.0, 1.0, 1.0)
+
+
+def test_half_of_a_surrogate_pair_in_an_agents_error_is_replaced(tmp_path: Path) -> None:
+    with RolloutRig(tmp_path, ["1+2="] * 2, rollout=plays("fails_with_half_a_surrogate"), group_size=1) as rig:
+        with pytest.raises(UserCodeError, match=r"KeyError: '\\ud800' \(some_agents.py"):
+            rig.run_until(lambda: len(rig.received) == 3, "more than there are")
+
+
 def test_a_process_that_plays_holds_no_secret_of_the_trial(tmp_path: Path, folder: Path) -> None:
     fields = [{"look in": [str(tmp_path / "exp" / "trial" / "secrets")]}]
     with RolloutRig(tmp_path, ["1+1="], rollout=plays("looks_around"), group_size=1, fields=fields) as rig:

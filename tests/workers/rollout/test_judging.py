@@ -105,6 +105,15 @@ def says_more(problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str,
     return 1.0, {"more": problem["value"], "huge": 10**400}
 
 
+class SaysHalfSurrogates(FrozenConfig):
+    how: str
+
+    def __call__(self, problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, Any]]:
+        if self.how == "raise":
+            raise ValueError("bad \ud800")
+        return 1.0, {"said": "bad \ud800"} if self.how == "said" else {"n\ud800": 1.0}
+
+
 class Scales(FrozenConfig):
     factor: float
 
@@ -392,3 +401,16 @@ def test_a_process_that_died_with_a_call_unread_is_not_alive() -> None:
     theirs.close()  # unread, so that the kernel resets the connection
     assert not reward_processes._Process(0, ours, ours).is_alive
     ours.close()
+
+
+@pytest.mark.parametrize("how", ["raise", "said", "name"])
+def test_half_of_a_surrogate_pair_in_what_a_reward_says_is_replaced(judges: Any, how: str) -> None:
+    part = {"half": {"function": f"{HERE}:SaysHalfSurrogates", "settings": {"how": how}, "words": 20}}
+    judge = judges(part)
+    if how == "raise":
+        with pytest.raises(RewardFailedError, match=r"last: ValueError: bad \? \(test_judging.py:"):
+            asyncio.run(judge.judge({}, [ANSWER]))
+        return
+    ((judged,),) = [asyncio.run(judge.judge({}, [ANSWER]))]
+    told = {"said": (judged.said, "half: bad ?"), "name": (judged.statistics.get("reward/part/half/n?"), 1.0)}
+    assert told[how][0] == told[how][1]
