@@ -214,16 +214,17 @@ def _incident_of_exit(record: Mapping[str, Any]) -> Incident:
 def _incident_of_event(event: Mapping[str, Any]) -> Incident | None:
     name, cause, state = event["event"], str(event.get("cause") or ""), str(event.get("state") or "")
     code, who = int(event.get("returncode") or 0), str(event.get("worker") or "redis")
+    is_consequence = bool(event.get("is_consequence"))
     make = partial(Incident, time=float(event["time"]), attempt=event.get("attempt"))
     match name:
         case "node_failed":
             return make(who="node", what=cause or "failed", node=str(event.get("node") or ""), is_outside=True)
         case "supervisor_died":
-            return make(who="supervisor", what=f"{exit_text(code)}; {cause}" if cause else exit_text(code))
+            what = f"{exit_text(code)}; {cause}" if cause else exit_text(code)
+            return make(who="supervisor", what=what, is_consequence=is_consequence)
         case "supervisor_failed":
             return make(who="supervisor", what=cause, is_outside=True)
         case "redis_exited":
-            is_consequence = bool(event.get("is_consequence"))
             return make(who=who, what=str(event.get("how")), is_consequence=is_consequence) if code else None
         case "redis_not_started" | "worker_not_started":
             return make(who=who, what=cause)

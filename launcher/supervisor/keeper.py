@@ -30,7 +30,13 @@ from corral.launcher.files.file_thread import FileThread
 from corral.launcher.files.patience import FilePatience
 from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt, the_facts
 from corral.launcher.supervisor.recorder import Recorder, write_page
-from corral.launcher.supervisor.signs_of_life import MARK_INTERVAL_S, MARK_VARIABLE, LifeWatch, SupervisorExit
+from corral.launcher.supervisor.signs_of_life import (
+    EXIT_BROKEN,
+    MARK_INTERVAL_S,
+    MARK_VARIABLE,
+    LifeWatch,
+    SupervisorExit,
+)
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.lock import lock_supervisor
 from corral.launcher.trial.processes import kill_trial_processes
@@ -85,7 +91,13 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
                 return _leave_ended(directory, recorder, end)
             num_starts += 1
             cause = "it had fallen silent, and was killed" if child.was_silent else ""
-            recorder.event("supervisor_died", returncode=returncode, restarts=num_starts - 1, cause=cause)
+            recorder.event(
+                "supervisor_died",
+                returncode=returncode,
+                restarts=num_starts - 1,
+                cause=cause,
+                is_consequence=returncode == EXIT_BROKEN,  # it has said why: supervisor_failed
+            )
             if not budget.take(ran_s=time.monotonic() - started_at):
                 cause = f"the supervisor ended {budget.in_a_row} times in a row; its log says why"
                 return fail(directory, recorder, cause).of_keeper

@@ -176,7 +176,7 @@ def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_t
     line = reads_a_field_that_no_row_has.__code__.co_firstlineno + 2
     cause = f"KeyError: 'solution' (broken_agents.py:{line})"
     shown = trial.logs("--errors")
-    assert "first failure: rollout_worker/0" in shown and cause in shown
+    assert "ended by: rollout_worker/0" in shown and cause in shown
     assert cause in trial.run("rl-status") and cause in trial.run("rl-status", "--explain")
     assert len(trial.events("worker_exited", worker="rollout_worker/0")) == 1, "no restart was spent on it"
 

@@ -102,7 +102,7 @@ def test_a_supervisor_that_breaks_is_started_again_and_keeps_the_secrets(make_tr
     stop(trial)
     assert trial.wait() == 0
     assert describe_failures(trial.directory, attempt=None).startswith(
-        "first failure: supervisor, RuntimeError: a fault"
+        "newest failure: supervisor, RuntimeError: a fault"
     )
 
 
