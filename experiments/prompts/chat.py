@@ -164,14 +164,25 @@ class ChatRenderer:
         an answer with to the token that ends it, which a model has to learn to say as well.
 
         Args:
-            num_given: messages at its beginning that nothing is learned of.
+            num_given: messages at its beginning that nothing is learned of. If the last of them is the assistant's, and
+                the next one, too, this goes on with its text.
 
         Raises:
             ValueError: if the template refuses it, or does not write down what the assistant says where it is to.
         """
         plain = plain_messages(messages)
+        given = ""
+        if 0 < num_given < len(plain) and _may_go_on(plain[num_given - 1]) and plain[num_given]["role"] == "assistant":
+            begun, goes_on = plain[num_given - 1 : num_given + 1]
+            given = self._asked(plain[:num_given], tools=tools)
+            plain[num_given - 1 : num_given + 1] = [
+                {**begun, **goes_on, "content": begun["content"] + goes_on["content"]}
+            ]
+            num_given -= 1
         self._check_written(plain, tools)
         text = self.template.render(plain, tools=tools, asks=False)
+        if not text.startswith(given):
+            raise ValueError("the model's chat template does not go on from what the prompt begins; leave it out")
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         ids, tokens = list(encoding.ids), list(zip(encoding.ids, encoding.offsets, strict=True))
         spans, end = list[tuple[int, int]](), 0
@@ -192,7 +203,7 @@ class ChatRenderer:
             end = ends[0][1] if ends else len(text)
             if not _is_said(message, text[start:end]):
                 raise ValueError(f"the model's chat template does not write what messages[{number}] says; change it")
-            spans.append((start, end))
+            spans.append((max(start, len(given)), end))
         # A token of both, what stands before an answer and what is said, is one that the prompt would not end with.
         is_said = [any(start <= first < end for start, end in spans) for _, (first, _) in tokens]
         return ids, is_said + [True] * (len(ids) - len(is_said))
@@ -301,7 +312,7 @@ class ChatRenderer:
         """
         self._check_written(plain, tools)
         *before, last = plain
-        if not continues or last["role"] != "assistant" or last.get("tool_calls"):
+        if not continues or not _may_go_on(last):
             return self.template.render(plain, tools=tools)
         text = self.template.render(
             [*before, {**last, "content": last["content"] + SAID + " "}], tools=tools, asks=False
@@ -400,6 +411,11 @@ def find_renderer(
         ValueError: if it has one that cannot be used.
     """
     return ChatRenderer.of_model(directory, tokenizer, arguments=arguments) if has_template(directory) else None
+
+
+def _may_go_on(message: Message) -> bool:
+    """Whether a message is the beginning of what the assistant says, where it is the last one of a prompt."""
+    return message["role"] == "assistant" and not message.get("tool_calls")
 
 
 def _is_said(message: Message, text: str) -> bool:

@@ -184,3 +184,14 @@ def test_what_the_assistant_says_and_the_template_leaves_out_is_refused(tmp_path
     template = THINKING.replace("message.content +", "(message.content if loop.first else '') +")
     with pytest.raises(ValueError, match=r"does not write what messages\[1\] says"):
         learned_of(tmp_path, template, ends=["<|end|>"], turns=TURNS[:2])
+
+
+@pytest.mark.parametrize("form", ["qwen", "gemma"])
+@pytest.mark.parametrize("rest", [[{"role": "assistant", "content": "s 2."}], "s 2."])
+def test_of_an_answer_that_the_prompt_begins_only_the_rest_is_learned(tmp_path: Path, form: str, rest: Any) -> None:
+    encoder, reference = model_of(tmp_path, form)
+    begun = [ASKED, {"role": "assistant", "content": "It i"}]
+    sequence = encoder.encode_learned(begun, rest)
+    assert sequence.ids == encoder.encode_learned((), TURNS[:2]).ids
+    assert [text for is_given, text in pieces(sequence, reference) if not is_given] == ["s 2.<|im_end|>"]
+    assert sequence.ids[: sum(sequence.is_given) - 1] == encoder.encode(begun)  # a line feed is behind the end
