@@ -36,10 +36,11 @@ def order_of_delivery(name: str) -> int:
     return int(name.rpartition("#")[2])
 
 
-VerdictKind = Literal["duplicate", "stale", "not_finite", "consumed", "dropped", "unreadable"]
-"""duplicate: another receiver holds it. consumed: it was trained on, dropped: its prompt was, by another's record; a
-commit has still to make that final. These last as long as the session; the others are final. stale: too old to train
-on. not_finite: it has no finite loss. unreadable: said by the sender itself, whose spool could not give the payload."""
+VerdictKind = Literal["duplicate", "again", "stale", "not_finite", "consumed", "dropped", "unreadable"]
+"""duplicate: another copy is held. again: that one was of no use, this one is to be sent once more. consumed: it was
+trained on, dropped: its prompt was, by another's record; a commit has still to make that final. duplicate, consumed and
+dropped last as long as the session, the others are final. stale: too old to train on. not_finite: it has no finite
+loss. unreadable: said by the sender itself, whose spool could not give the payload."""
 UNTIL_A_COMMIT: Final = frozenset[VerdictKind](("duplicate", "consumed", "dropped"))
 """Verdicts after which a record is still kept."""
 

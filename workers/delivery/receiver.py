@@ -81,6 +81,8 @@ class ReceiverBook(Generic[ItemT]):
         """A record has arrived: held and acknowledged, if it is not known."""
         if self.session is None:
             return []  # it was sent in the session of a process that was here before; all comes again in the next one
+        if self._verdict_by_uid.get(uid) == "again":
+            self.forget({uid})
         if uid in self._verdict_by_uid:
             return [(identity, Verdict(session=self.session, uid=uid, kind=self._verdict_by_uid[uid]))]
         if uid not in self._identity_by_uid:

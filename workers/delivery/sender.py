@@ -11,7 +11,7 @@ Where a record stands is in the book, which is pure:
     waiting --room in a window--> on its way --ack--> held ----+--a commit covers it----> forgotten
        ^                              |                |       `--any: a final verdict--> forgotten
        +------------------------------+----------------+
-         the receiver starts a new session, or is gone for good
+         the receiver starts a new session, is gone for good, or asks for it again
 
 A record that was sent over a connection that then broke stays with its receiver, because it may be held there: it is
 sent there again, and acknowledged without being taken in twice. Verdicts of UNTIL_A_COMMIT count as an acknowledgement:
@@ -51,6 +51,7 @@ from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
 
+_READ_PAUSES_S = (0.5, 2.0, 8.0)  # before a record is read again that the file system has not given
 WINDOW = 4  # records on their way to one receiver: the next is sent while the last is taken in
 
 
@@ -129,6 +130,12 @@ class SenderBook:
         """(whether the verdict is news about a record of ours, what to send)."""
         if not self._is_of_ours(index, verdict):
             return False, []
+        if verdict.kind == "again":
+            self._receivers[index].on_its_way.pop(verdict.uid, None)
+            entry = self._entries[verdict.uid]
+            entry.receiver = None
+            heapq.heappush(self._waiting, (entry.order, verdict.uid))
+            return False, self._send()
         # What another receiver holds, or what was trained on but not committed, is safe only while its session lasts.
         if verdict.kind not in UNTIL_A_COMMIT:
             return True, self.forget([verdict.uid])
@@ -346,7 +353,7 @@ class TrajectorySender(AsyncClosing):
 
     async def _read_and_send(self, index: int, delivery: str) -> None:
         try:
-            frames = await asyncio.to_thread(self._spool.payload, uid_of_delivery(delivery))
+            frames = await self._read_back(uid_of_delivery(delivery))
         except Exception as error:  # whatever the spool raises: the record is lost, and that must be counted
             if self.holds(delivery):  # or it was removed in the meantime
                 logger.exception("the payload of %s cannot be read back", delivery, exc_info=error)
@@ -355,6 +362,16 @@ class TrajectorySender(AsyncClosing):
             return
         if self._book.is_expected(index, delivery):
             self._send(index, frames)
+
+    async def _read_back(self, uid: str) -> Sequence[Buffer]:
+        """What was put; again and again for a while, where the file system does not give it."""
+        for pause_s in _READ_PAUSES_S:
+            try:
+                return await asyncio.to_thread(self._spool.payload, uid)
+            except OSError as error:
+                logger.warning("the payload of %s cannot be read back now: %s", uid, error)
+            await asyncio.sleep(pause_s)
+        return await asyncio.to_thread(self._spool.payload, uid)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)

@@ -3,9 +3,10 @@
     (absent) --append: written, fsync--> live --discard: unlinked--> (absent)
 
 The spool carries no guarantee by itself; it saves generating again what was finished. A record that is torn by a crash,
-or changed by a broken disk, is removed when the spool is opened, and its prompt is generated again. One that could not
-be removed, or whose removal a crash undid, comes back: the trainer's ledger knows the sample and answers the second
-delivery with a verdict.
+or changed by a broken disk, is removed when the spool is opened, and its prompt is generated again. So is the prompt of
+a record that the file system does not give at that time, which stays where it is. One that could not be removed, or
+whose removal a crash undid, comes back: the trainer's ledger knows the sample and answers the second delivery with a
+verdict.
 """
 
 import fcntl
@@ -67,7 +68,12 @@ class Spool(Closing):
         found = {int(path.name.partition("-")[2]): path for path in directory.glob("record-*")}
         self._numbers = itertools.count(1 + max(found, default=0))
         for _, path in sorted(found.items()):
-            if (record := _read(path)) is None:
+            try:
+                record = _read(path)
+            except OSError as error:  # of this moment, perhaps
+                logger.warning("%s cannot be read, and is left there; its prompt is answered anew: %s", path, error)
+                continue
+            if record is None:
                 logger.warning(
                     "%s holds no whole record (a crash, or a broken disk); its prompt is answered anew", path
                 )
@@ -112,6 +118,7 @@ class Spool(Closing):
         Raises:
             KeyError: if it is not in the spool.
             SpoolError: if it is not what was written.
+            OSError: if it cannot be read now.
         """
         path = self._paths[uid]
         record = _read(path)
@@ -169,10 +176,10 @@ def _crc(uid: str, payload: Sequence[Buffer]) -> int:
 
 
 def _read(path: Path) -> _Record | None:
-    """The record in a file, if it can be read and is as it was written."""
+    """The record in a file, if there is one that is as it was written; OSError if it cannot be read."""
     try:
         record = _decode(path.read_bytes())
-    except (msgspec.MsgspecError, UnicodeDecodeError, OSError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, FileNotFoundError):
         return None
     return record if record.crc == _crc(record.uid, record.parts) else None
 

@@ -243,13 +243,15 @@ class Admission:
     ) -> None:
         """A rollout worker says what it holds, with order numbers: whenever it is asked to.
 
-        What a commit covers is counted already, even if the rollout worker has not heard of it yet.
+        What a commit covers is counted already, even if the rollout worker has not heard of it yet. Answers to a prompt
+        that was dealt anew since do not count: whoever has got it last says what becomes of it.
         """
         self._awaited.discard(worker)
         holder = self._holders.get(worker)
         if holder is not None and holder.incarnation == incarnation:
             return
         here = {uid: order for uid, order in running.items() if not self._is_committed(uid)}
+        finished = {uid: order for uid, order in finished.items() if (self._gate.order_of(uid) or 0) <= order}
         in_spool = {uid for uid in (*finished, *dropped) if not self._is_committed(uid)}
         before = [*holder.running] if holder else []
         before += [uid for uid, other in self._spooled.items() if other == worker]
@@ -263,7 +265,8 @@ class Admission:
         for uid in in_spool & finished.keys():
             self._gate.adopt(uid, order=finished[uid], is_finished=True)
         for uid, order in here.items():
-            self._gate.adopt(uid, order=order, is_finished=False)
+            if (self._gate.order_of(uid) or 0) <= order:
+                self._gate.adopt(uid, order=order, is_finished=False)
 
     def _free(self, uid: str) -> None:
         """Nobody has it any more: its place is free, and it is issued again."""

@@ -86,7 +86,10 @@ class Samples:
     """Reads rows of the dataset; None where samples are trajectories."""
     held_out: RowLoader | None = None
     """Reads rows that are looked at and not learned from; None where nobody does."""
-    _delivery_by_uid: dict[str, str] = field(default_factory=dict)
+    _deliveries_by_uid: dict[str, list[str]] = field(default_factory=dict)
+    """That have come here, the one that lies in the store first."""
+    _duplicates: set[str] = field(default_factory=set)
+    """Deliveries that another copy was preferred to."""
 
     def announce_to(self, on_arrival: Callable[[], None]) -> None:
         """From now on call this, in any thread, whenever rollout workers have sent something."""
@@ -106,20 +109,37 @@ class Samples:
         return [self._load(uid) for uid in uids]
 
     def reject(self, uids: Iterable[str], verdict: VerdictKind) -> None:
-        """Throw trajectories away and tell who sent them; nobody sent a row."""
+        """Throw trajectories away and tell who sent them; nobody sent a row.
+
+        Who sent a copy of one that turns out to be of no use is asked for it again.
+        """
         if self.receiver is None:
             return
         for uid in uids:
-            if (delivery := self._delivery_by_uid.get(uid)) is not None:
+            deliveries = self._deliveries_by_uid.get(uid, [])
+            is_about_first = verdict in ("stale", "not_finite")  # else about what came last: the master takes one in
+            undecided = [delivery for delivery in deliveries if delivery not in self._duplicates]
+            for delivery in undecided[:1] if is_about_first else undecided[-1:]:
                 self.receiver.verdict(delivery, verdict)
+                if verdict == "duplicate":
+                    self._duplicates.add(delivery)
+                else:
+                    deliveries.remove(delivery)
             if verdict != "duplicate":  # a second copy: the first one stays
-                self._delivery_by_uid.pop(uid, None)
                 self.store.drop([uid])
+            if is_about_first:
+                for delivery in self._duplicates.intersection(deliveries):
+                    self.receiver.verdict(delivery, "again")
+                    self._duplicates.remove(delivery)
+                    deliveries.remove(delivery)
+            if not deliveries:
+                self._deliveries_by_uid.pop(uid, None)
 
     def clear(self, uids: Sequence[str]) -> None:
         """These samples are used up; nobody is told."""
         self.store.drop(uids)
-        gone = {delivery for uid in uids if (delivery := self._delivery_by_uid.pop(uid, None)) is not None}
+        gone = {delivery for uid in uids for delivery in self._deliveries_by_uid.pop(uid, ())}
+        self._duplicates.difference_update(gone)
         if self.receiver is not None:
             self.receiver.forget(gone)
 
@@ -129,7 +149,8 @@ class Samples:
 
     def start_session(self, session: str) -> None:
         """A new epoch begins: the senders deliver again what no commit covers."""
-        self._delivery_by_uid.clear()
+        self._deliveries_by_uid.clear()
+        self._duplicates.clear()
         if self.receiver is not None:
             self.receiver.start_session(session)
 
@@ -155,7 +176,7 @@ class Samples:
     def _take_in(self, trajectory: Trajectory) -> SampleMetadata:
         header, tensors = trajectory
         uid = uid_of_delivery(header.uid)
-        self._delivery_by_uid[uid] = header.uid
+        self._deliveries_by_uid.setdefault(uid, []).append(header.uid)
         if header.status == "finished" and uid not in self.store:
             seqlens = {key: [lengths] for key, lengths in header.seqlens.items()}
             self.store.put(SequenceSample([uid], seqlens, dict(tensors), self.store.specs))

@@ -299,6 +299,22 @@ def test_what_was_held_or_trained_on_but_not_committed_is_sent_again_in_the_next
     assert book.session(0, "2") == [(0, "0:a")]
 
 
+def test_a_record_that_is_asked_for_again_is_sent_and_taken_in_once_more_even_if_its_sender_was_away() -> None:
+    sender, receiver = ready(), connected()
+    assert sender.add("0:a", order=1) == [(0, "0:a")]
+    receiver.record(b"s", "0:a", "first")
+    assert receiver.drain(9) == ["first"]
+    receiver.disconnected(b"s")
+    receiver.verdict("0:a", "duplicate")
+    assert receiver.verdict("0:a", "again") == []
+    (_, again) = receiver.hello(b"s")[1]
+    assert isinstance(again, Verdict)
+    sender.ack(0, Ack(session="1", uid="0:a"))
+    assert sender.verdict(0, again) == (False, [(0, "0:a")])
+    assert receiver.record(b"s", "0:a", "second") == [(b"s", Ack(session="1", uid="0:a"))]
+    assert receiver.drain(9) == ["second"]
+
+
 def test_what_a_vanished_receiver_had_goes_to_another() -> None:
     book = ready(2)
     assert book.add("0:a", order=1) == [(1, "0:a")]

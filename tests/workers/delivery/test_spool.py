@@ -1,3 +1,4 @@
+import errno
 import os
 import shutil
 import signal
@@ -63,6 +64,27 @@ def test_a_spooled_sample_cannot_be_spooled_again_until_it_is_discarded(director
         spool.append("0:a", [b"second"])
     with Spool(directory) as spool:
         assert spool.payload("0:a") == [b"second"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_record_that_the_file_system_does_not_give_now_stays_for_later(
+    directory: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Spool(directory) as spool:
+        spool.append("0:a", [b"first"])
+
+    def fail(path: Path) -> bytes:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with Spool(directory) as spool:
+        assert spool.uids() == []
+        spool.append("0:b", [b"second"])
+        with pytest.raises(OSError, match="no"):
+            spool.payload("0:b")
+    monkeypatch.undo()
+    with Spool(directory) as spool:
+        assert contents(spool) == {"0:a": [b"first"], "0:b": [b"second"]}
 
 
 def test_a_record_torn_at_any_byte_costs_itself_only(directory: Path, caplog: pytest.LogCaptureFixture) -> None:

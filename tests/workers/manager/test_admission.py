@@ -85,6 +85,21 @@ def test_prompts_are_dealt_in_order_and_those_issued_again_first() -> None:
     assert take_all(admission) == {"0:0": 3, "0:3": 4}
 
 
+def test_answers_to_a_prompt_that_was_dealt_anew_since_do_not_take_the_place_of_those_that_are_made_now() -> None:
+    admission = opened(WORKER, OTHER)
+    assert ask(admission).uid == "0:0"
+    admission.finish(WORKER, "0:0", order=0, outcome="finished")
+    admission.look([OTHER], now=0.0)
+    assert admission.look([OTHER], now=SPOOL_GRACE_S) == [WORKER]
+    assert (ask(admission, OTHER).uid, ask(admission, OTHER).uid) == ("0:0", "0:1")
+    admission.report(WORKER, incarnation="b", running={}, finished={"0:0": 0})
+    admission.finish(OTHER, "0:0", order=1, outcome="finished")
+    admission.finish(WORKER, "0:0", order=0, outcome="again")
+    admission.finish(OTHER, "0:0", order=1, outcome="again")
+    again = ask(admission, OTHER)
+    assert (again.uid, again.order) == ("0:0", 3)
+
+
 def test_a_prompt_that_is_issued_again_gets_other_answers_only_if_the_first_had_no_finite_loss() -> None:
     admission = opened(batch_size=2)
     assert take_all(admission) == {"0:0": 0, "0:1": 1}

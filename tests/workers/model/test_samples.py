@@ -95,6 +95,36 @@ def test_of_two_copies_the_first_one_stays() -> None:
     assert receiver.verdicts == [("0:a#9", "duplicate")]
 
 
+def test_a_verdict_goes_to_the_delivery_that_it_is_about_and_a_copy_is_asked_for_again() -> None:
+    receiver = Receiver(delivered("0:a#7", value=1), delivered("0:a#9", value=2))
+    samples, store = samples_from(receiver)
+    samples.fetch(9)
+    samples.reject(["0:a"], "duplicate")
+    samples.reject(["0:a"], "stale")
+    assert receiver.verdicts == [("0:a#9", "duplicate"), ("0:a#7", "stale"), ("0:a#9", "again")] and not store.uids
+    receiver.arrived.append(delivered("0:a#9", value=2))
+    assert [one.uid for one in samples.fetch(9)] == ["0:a"]
+    assert store.gather(["0:a"], ["input_ids"]).data["input_ids"].tolist() == [2, 2, 2]
+    samples.reject(["0:a"], "not_finite")
+    assert receiver.verdicts[3:] == [("0:a#9", "not_finite")]
+
+
+def test_where_the_copy_alone_lies_here_its_sender_is_asked_for_it_again() -> None:
+    receiver = Receiver(delivered("0:a#9"))
+    samples, store = samples_from(receiver)
+    samples.fetch(9)
+    samples.reject(["0:a"], "duplicate")
+    samples.reject(["0:a"], "stale")  # that of another rank was
+    assert receiver.verdicts == [("0:a#9", "duplicate"), ("0:a#9", "again")] and not store.uids
+    samples.reject(["0:a"], "stale")
+    assert len(receiver.verdicts) == 2
+    receiver.arrived += [delivered("0:a#9"), delivered("0:a#11")]
+    samples.fetch(9)
+    samples.reject(["0:a"], "duplicate")
+    samples.clear(["0:a"])
+    assert receiver.forgotten == {"0:a#9", "0:a#11"} and receiver.verdicts[2:] == [("0:a#11", "duplicate")]
+
+
 def test_what_was_trained_on_is_freed_without_a_word() -> None:
     receiver = Receiver(delivered("0:a#7"))
     samples, store = samples_from(receiver)
