@@ -295,7 +295,7 @@ class StubWorker(Worker):
         await asyncio.to_thread(self.context.names.get_subtree, self.context.keys.trajectory_receivers_root())
 
     async def _look_for_commits(self) -> None:
-        self._committed.poll()
+        await self._committed.look()
 
 
 # Measuring

@@ -9,11 +9,13 @@ What counts is the head of the log and its ancestors. A trainer that falls back 
 before it trains; what only those had covered is then covered no longer.
 """
 
+import asyncio
 import logging
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
@@ -51,6 +53,18 @@ class LedgerNews:
         return self.trained + self.dropped
 
 
+class _Found(NamedTuple):
+    """What a look at the files has found."""
+
+    after: int
+    """The slot that was known at that time."""
+    slot: int
+    deltas: Sequence[LedgerDelta]
+    """What the commits cover that came after."""
+    ledger: Ledger | None
+    """All that the head covers, where it does not come after."""
+
+
 class CommittedLedger:
     """The ledger of the log's head.
 
@@ -59,7 +73,7 @@ class CommittedLedger:
 
     Example:
         committed = CommittedLedger(trial, row_ids)     # in the order of the data set
-        news = committed.poll()             # at any interval: no commit is missed
+        news = await committed.look()       # at any interval: no commit is missed
         forget(news.covered)
         committed.ledger.consumed("0:problem-17")
     """
@@ -72,45 +86,67 @@ class CommittedLedger:
         self._slot = 0
         self._unreadable_slot = 0
         self._retry_at = 0.0
+        self._reading = threading.Lock()
 
-    def poll(self) -> LedgerNews:
-        """Takes in what the log says since the last call.
+    async def look(self) -> LedgerNews:
+        """Takes in what the log says since the last call. Files are read in a thread: a file system that hangs holds up
+        no event loop.
 
         Raises:
             CorruptLogError: the log is damaged.
         """
-        state = self._log.read()
-        if state.head == self._slot or (state.head == self._unreadable_slot and time.monotonic() < self._retry_at):
+        return self._take_in(await asyncio.to_thread(self._read))
+
+    def _take_in(self, found: _Found | None) -> LedgerNews:
+        if found is None or found.after != self._slot:  # another look was faster
             return LedgerNews()
+        self._slot = found.slot
+        if found.ledger is None:
+            for delta in found.deltas:
+                self.ledger.add(delta)
+            return LedgerNews(
+                trained=tuple(uid for delta in found.deltas for group in delta.trained.values() for uid in group),
+                dropped=tuple(uid for delta in found.deltas for uid in delta.dropped),
+            )
+        before, self.ledger = self.ledger, found.ledger
+        return LedgerNews(
+            trained=tuple(self.ledger.beyond(before, TRAINED)),
+            dropped=tuple(self.ledger.beyond(before, DROPPED)),
+            has_gone_back=any(before.beyond(self.ledger, TRAINED, DROPPED)),
+        )
+
+    def _read(self) -> _Found | None:
+        """None if there is nothing new, or it cannot be read."""
+        with self._reading:
+            return self._read_alone()
+
+    def _read_alone(self) -> _Found | None:
+        after, state = self._slot, self._log.read()
+        if state.head == after or (state.head == self._unreadable_slot and time.monotonic() < self._retry_at):
+            return None
         try:
-            news = self._add_deltas(state.lineage) or self._start_over(state.lineage)
+            deltas = self._deltas_after(after, state.lineage)
+            ledger = None if deltas is not None else self._whole(state.lineage)
         except CorruptLedgerError as error:
             if state.head != self._unreadable_slot:
                 logger.error("what the commits up to slot %08d cover is not known yet: %s", state.head, error)
             self._unreadable_slot, self._retry_at = state.head, time.monotonic() + _RETRY_PAUSE_S
-            return LedgerNews()
-        self._slot = state.head
-        return news
+            return None
+        return _Found(after, state.head, deltas or (), ledger)
 
-    def _add_deltas(self, lineage: Sequence[LoggedCommit]) -> LedgerNews | None:
-        """Adds what the commits after the one that is known cover; None if there is no such one, or one is damaged."""
+    def _deltas_after(self, slot: int, lineage: Sequence[LoggedCommit]) -> list[LedgerDelta] | None:
+        """What the commits after this one cover; None if there is no such one, or one is damaged."""
         slots = [logged.slot for logged in lineage]
-        if self._slot not in slots:
+        if slot not in slots:
             return None
         try:
-            deltas = [read_delta(self._trial, logged.commit) for logged in lineage[slots.index(self._slot) + 1 :]]
+            return [read_delta(self._trial, logged.commit) for logged in lineage[slots.index(slot) + 1 :]]
         except CorruptLedgerError as error:
             logger.warning("%s; a whole ledger is read instead", error)
             return None
-        for delta in deltas:
-            self.ledger.add(delta)
-        return LedgerNews(
-            trained=tuple(uid for delta in deltas for group in delta.trained.values() for uid in group),
-            dropped=tuple(uid for delta in deltas for uid in delta.dropped),
-        )
 
-    def _start_over(self, lineage: Sequence[LoggedCommit]) -> LedgerNews:
-        """Reads the ledger of the newest commit that has a good one, and the deltas after it."""
+    def _whole(self, lineage: Sequence[LoggedCommit]) -> Ledger:
+        """The ledger of the newest commit that has a good one, with the deltas after it."""
         deltas: list[LedgerDelta] = []
         for logged in reversed(lineage):
             try:
@@ -123,9 +159,4 @@ class CommittedLedger:
             raise CorruptLedgerError(f"none of the last {len(lineage)} commits has a ledger that can be read")
         for delta in reversed(deltas):
             ledger.add(delta)
-        before, self.ledger = self.ledger, ledger
-        return LedgerNews(
-            trained=tuple(ledger.beyond(before, TRAINED)),
-            dropped=tuple(ledger.beyond(before, DROPPED)),
-            has_gone_back=any(before.beyond(ledger, TRAINED, DROPPED)),
-        )
+        return ledger

@@ -43,6 +43,7 @@ from corral.workers.engine.requests import (
 )
 from corral.workers.engine.sampling import SamplingBatch, SamplingParams, TokenUniforms, sample_tokens
 from corral.workers.engine.scheduler import BatchScheduler
+from corral.workers.episodes.stream_events import NOT_FINITE
 
 
 class ContinuousBatch:
@@ -339,7 +340,7 @@ class ContinuousBatch:
         for active, token_id, logprob, original_logprob in unread.read():
             if not math.isfinite(logprob):
                 active.is_shareable = False
-                reasons[id(active)] = AbortFinish("the model's logits are not finite")
+                reasons[id(active)] = AbortFinish("the model's logits are not finite", err_type=NOT_FINITE)
                 continue
             self.tokens_generated += 1
             if original_logprob is not None:

@@ -67,7 +67,8 @@ class AbortFinish(msgspec.Struct, frozen=True, tag="abort"):
     message: str = "Aborted"
     status_code: None = None
     """As SGLang says it, and so the next one."""
-    err_type: None = None
+    err_type: str | None = None
+    """`NOT_FINITE` of one that the engine has ended by itself."""
 
 
 # As JSON they are what SGLang says, by "type".

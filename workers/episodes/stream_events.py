@@ -6,11 +6,13 @@ Of SGLang's fields those that are read here; both backends send them.
 """
 
 from collections.abc import AsyncIterable, AsyncIterator
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 _BEGIN, _END = b"data: ", b"\n\n"
+NOT_FINITE: Final = "not_finite"
+"""Why an answer is aborted of which the model's logits are not finite, and why its prompt is then dropped."""
 
 
 class FinishReason(msgspec.Struct):
@@ -18,6 +20,8 @@ class FinishReason(msgspec.Struct):
     """stop, length or abort."""
     status_code: int | None = None
     """Of an abort, where the server has given the request up for a reason of its own."""
+    err_type: str | None = None
+    """Of an abort: `NOT_FINITE`, or what SGLang says."""
     message: str = ""
 
 

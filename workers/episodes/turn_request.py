@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 EndReason = Literal["", "length", "turns", "time", "closed"]
 
@@ -15,8 +15,17 @@ class EpisodeEndedError(RuntimeError):
         self.reason = reason
 
 
+SERVER_ERROR: Final = "server_error"
+
+
 class RequestRefusedError(RuntimeError):
-    """A server says that the request itself is wrong; it would be refused anywhere, and for ever."""
+    """No server answers this request."""
+
+    def __init__(self, text: str, *, kind: str = "request_refused") -> None:
+        super().__init__(text)
+        self.kind = kind
+        """request_refused: a server says that it is wrong. server_error: servers have failed at it, one after the
+        other. not_finite: the model's logits are not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,10 @@ import aiohttp
 import msgspec
 
 from corral.experiments.config.rollout import UpdateMode
+from corral.workers.streams.live_timeout import LiveTimeout
 
 T = TypeVar("T")
+_NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # that of each call is the caller's
 Fingerprints = Mapping[str, str]
 """By the name of a tensor, as 16 hexadecimal digits."""
 
@@ -49,9 +51,11 @@ async def call(
         ServerError: it said nothing, or nothing that can be read.
     """
     method, headers = "GET" if body is None else "POST", {"Authorization": f"Bearer {key}"}
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
-        async with session.request(method, url, json=body, headers=headers, timeout=timeout) as response:
+        async with (
+            LiveTimeout(timeout_s),
+            session.request(method, url, json=body, headers=headers, timeout=_NO_TIMEOUT) as response,
+        ):
             text = await response.text()
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         reason = str(error) or f"no answer within {timeout_s:.0f} s"

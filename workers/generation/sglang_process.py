@@ -1,6 +1,7 @@
 """SglangProcess: one SGLang server as a child of this process, its log, and its end.
 
 argv ──► process group of its own ──stdout, stderr──► scrubbed ──► log file; the first error in it is told
+                                                          └── what the disk has no room for is left out, and counted
    worker dies, SIGKILL included ──kernel──► the server dies ──kernel──► its schedulers die
    stop ──► SIGTERM ──grace──► SIGKILL to whoever is left of the group ──► its temporary files, its names in memory
 """
@@ -84,7 +85,8 @@ class SglangProcess:
 
     def _copy_log(self) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as lines, self._log_path.open("a", buffering=1) as log:
+        num_lost, log = 0, None
+        with self._process.stdout as lines:  # read on whatever becomes of the log: the server would die of a full pipe
             for line in lines:
                 clean = self._scrub(line)
                 self._last_lines.append(clean.rstrip())
@@ -92,7 +94,18 @@ class SglangProcess:
                     self.first_error = ""  # it is up in spite of it
                 elif not self.first_error and (found := _ERROR.match(clean) or _CRASHED.search(clean)):
                     self.first_error = found["what"].strip()
-                log.write(clean)
+                try:
+                    log = log or self._log_path.open("ab", buffering=0)
+                    if num_lost:
+                        log.write(b"(%d lines could not be written here)\n" % num_lost)
+                    num_lost = 0
+                    log.write(clean.encode(errors="replace"))
+                except OSError as error:
+                    num_lost += 1
+                    if num_lost == 1:
+                        logger.warning("%s cannot be written, and misses lines until it can: %s", self._log_path, error)
+        if log is not None:
+            log.close()
 
     def poll(self) -> int | None:
         """Its return code once it has ended (negative: a signal); whoever is left of its group is killed first."""

@@ -41,6 +41,8 @@ from corral.workers.manager.fleet import Fleet
 from corral.workers.manager.routing import ServerTable
 from corral.workers.manager.waiting_line import Waiting, WaitingLine
 from corral.workers.requests.manager_messages import (
+    LONGEST_TURN_S,
+    LONGEST_WAIT_FOR_SERVER_S,
     Allocate,
     Allocation,
     Answered,
@@ -66,8 +68,6 @@ _MOST_NAMED = 16  # of the servers that one may come from, to each of those who 
 _MOST_SERVED_AT_ONCE = 64
 _SERVED_PAUSE_S = 0.01
 _NO_ROOM = "no generation server has room in its KV cache"
-_LONGEST_TURN_S = 10.0  # then rl-status hears the numbers of the gate anew, through the rollout worker
-_LONGEST_WAIT_FOR_SERVER_S = 45.0  # every answer waits, and there may be a hundred thousand; their requests end at 60 s
 _WAITING_LOOK_S = 5.0
 
 
@@ -125,7 +125,7 @@ class GserverManager(Worker):
 
     async def _main(self) -> None:
         context = self.context
-        self._take_in_commits()
+        await self._take_in_commits()
         async with (
             open_session(context.trust.client(), max_connections=0) as session,  # two of each server at most
             AsyncRequestServer[ManagerRequest](
@@ -179,31 +179,34 @@ class GserverManager(Worker):
             case Schedule():
                 return self._route(request)
             case Finish():
-                self._table.finished(request.uid)
+                self._table.ended(request.uid, is_answered=request.outcome == "finished")
                 self._admission.finish(request.worker, request.uid, order=request.order, outcome=request.outcome)
                 self._let_in()
                 return Ok()
             case Report():
-                self._take_in_commits()
-                self._admission.report(
-                    request.worker,
-                    incarnation=request.incarnation,
-                    running={prompt.uid: prompt.order for prompt in request.running},
-                    finished={prompt.uid: prompt.order for prompt in request.finished},
-                    dropped=request.dropped,
-                )
-                if self._incarnations.get(request.worker) != request.incarnation:
-                    self._incarnations[request.worker] = request.incarnation
-                    self._has_only(request.worker, {admitted.uid for admitted in request.running})
-                self._let_in()
-                return Ok()
+                return self._note_report(request)
             case Answered(problem=problem):
-                self._table.finished(problem.uid)
+                self._table.ended(problem.uid, is_answered=bool(request.versions))
                 self._evaluations.answered(request)
                 self._let_in()
                 return Ok()
             case Evaluate():
-                return self._evaluations.evaluate(request, on_begin=self._let_in, longest_s=_LONGEST_TURN_S)
+                return self._evaluations.evaluate(request, on_begin=self._let_in, longest_s=LONGEST_TURN_S)
+
+    async def _note_report(self, request: Report) -> Ok:
+        await self._take_in_commits()
+        self._admission.report(
+            request.worker,
+            incarnation=request.incarnation,
+            running={prompt.uid: prompt.order for prompt in request.running},
+            finished={prompt.uid: prompt.order for prompt in request.finished},
+            dropped=request.dropped,
+        )
+        if self._incarnations.get(request.worker) != request.incarnation:
+            self._incarnations[request.worker] = request.incarnation
+            self._has_only(request.worker, {admitted.uid for admitted in request.running})
+        self._let_in()
+        return Ok()
 
     async def _allocate(self, request: Allocate) -> Allocation:
         """A prompt as soon as the gate opens, so that nobody asks again and again; or why it does not."""
@@ -217,7 +220,7 @@ class GserverManager(Worker):
         try:
             self._let_in()
             if request.knows == self._told or turn.done():
-                async with asyncio.timeout(_LONGEST_TURN_S):
+                async with asyncio.timeout(LONGEST_TURN_S):
                     return await turn
         except TimeoutError:
             pass  # a prompt that it is dealt just now it then gets the next time that it asks
@@ -254,8 +257,8 @@ class GserverManager(Worker):
         if route.url is not None or route.reason != request.knows:
             return route
         answer: asyncio.Future[Route] = asyncio.get_running_loop().create_future()
-        request = msgspec.structs.replace(request, failed_url="", busy_url="")  # it may have come back
-        self._let_wait(Waiting(answer, request, time.monotonic() + _LONGEST_WAIT_FOR_SERVER_S), route)
+        request = msgspec.structs.replace(request, failed_url="", lost_url="", busy_url="")  # it may have come back
+        self._let_wait(Waiting(answer, request, time.monotonic() + LONGEST_WAIT_FOR_SERVER_S), route)
         return answer
 
     def _let_wait(self, waiting: Waiting, refusal: Route) -> None:
@@ -311,7 +314,8 @@ class GserverManager(Worker):
         """
         if self._version is None:
             return Route(url=None, reason="the trainer has not published weights yet", waits_for=[MASTER])
-        is_new = not (request.failed_url or request.busy_url or self._table.is_placed(request.uid))
+        has_left = request.failed_url or request.lost_url or request.busy_url
+        is_new = not (has_left or self._table.is_placed(request.uid))
         if self._without_room and is_new and not is_first:
             return self._no_route(_NO_ROOM, lacks_room=True)
         if request.oldest_version:
@@ -325,6 +329,7 @@ class GserverManager(Worker):
             least_step=least_step,
             worker=request.worker,
             failed_url=request.failed_url,
+            lost_url=request.lost_url,
             busy_url=request.busy_url,
         )
         if server is not None:
@@ -337,7 +342,7 @@ class GserverManager(Worker):
     # The trainer, the servers, the rollout workers
 
     async def _look_at_trainer(self) -> None:
-        self._take_in_commits()
+        await self._take_in_commits()
         await self._look_at_prompts()
         try:
             record = await asyncio.to_thread(self.context.names.get, self.context.keys.policy_version())
@@ -352,7 +357,7 @@ class GserverManager(Worker):
             workers = await asyncio.to_thread(
                 self.context.names.get_subtree, self.context.keys.worker_kind_root("rollout_worker")
             )
-            self._take_in_commits()
+            await self._take_in_commits()
             self._admission.at_version(
                 version,
                 consumed=self._committed.ledger.trained_count,
@@ -406,7 +411,7 @@ class GserverManager(Worker):
             self._evaluations.book.lose(worker)
         self._let_in()
 
-    def _take_in_commits(self) -> None:
-        news = self._committed.poll()
+    async def _take_in_commits(self) -> None:
+        news = await self._committed.look()
         self._admission.consumed(news.trained, news.dropped)
         self._has_gone_back |= news.has_gone_back

@@ -14,6 +14,9 @@ second the version is at least the one at which its batch may be trained, less e
 compared: after a failure only weights that were published since serve. Pure: probes, HTTP and name-resolve are in
 fleet.py.
 
+A prompt that a server failed at goes on elsewhere, and the server stays: one request proves nothing against it. Two
+prompts within a minute do, unless other servers have failed at them, too, or it has finished a group meanwhile.
+
 A group begins on no server whose KV cache has no room for it: there it would push out what others have computed. That
 goes by what answers are expected to come to, and is an optimisation: a server that was filled too far puts answers off.
 
@@ -25,12 +28,13 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.manager.least_loaded import LeastLoaded, Load
 from corral.workers.manager.servers import Server, ServerEvent, ServerState
 
+BLAME_LASTS_S: Final = 60.0  # a server that fails at two prompts within so long is SUSPECT
 SchedulePolicy = Literal["round_robin", "least_requests", "least_token_usage"]
 
 
@@ -53,6 +57,8 @@ class ServerTable:
     _name_by_url: dict[str, str] = field(default_factory=dict)
     _place_by_uid: dict[str, tuple[Server, str]] = field(default_factory=dict)
     """The server of a group, and the rollout worker that has asked."""
+    _failures: dict[str, dict[str, float]] = field(default_factory=dict)
+    """When a server failed at a prompt last, by uid and name."""
     _turn: int = 0
 
     # What happens to servers
@@ -150,26 +156,39 @@ class ServerTable:
         worker: str = "",
         failed_url: str = "",
         busy_url: str = "",
+        lost_url: str = "",
     ) -> Server | None:
         """Choose the server for the next request of a group, see `serving`; None while none serves it, or has room.
 
-        A group stays where it was (its prefix is cached there), unless that server failed it or had no room for it.
+        A group stays where it was (its prefix is cached there), unless that server failed it or had no room for it. It
+        goes to none that has failed it lately as long as another one serves it.
 
         Args:
             tokens: that its answers are expected to come to, with what they go on from.
             worker: the rollout worker that has the group.
             failed_url: the server that has just failed it.
             busy_url: the server that had no room for it.
+            lost_url: the server that could not be reached.
         """
+        if lost_url in self._name_by_url:
+            self.happened(self.servers[self._name_by_url[lost_url]], "silent")
         if failed_url in self._name_by_url:
-            self.happened(self.servers[self._name_by_url[failed_url]], "silent")
+            self.finished(uid)
+            self._note_failure(self.servers[self._name_by_url[failed_url]], uid)
         if busy_url in self._name_by_url:
             self.finished(uid)
             self._note(self.servers[self._name_by_url[busy_url]], is_full=True)
-        pools = list(self._serving(version, least_step))
         chosen, _ = self._place_by_uid.get(uid, (None, ""))
-        if chosen is None or not any(chosen.name in servers for servers in pools):
-            chosen = self._least_loaded(pools, tokens)
+        if chosen is None or not any(chosen.name in servers for servers in self._serving(version, least_step)):
+            failed_it = [self.servers[name] for name in self._failures.get(uid, {}) if name in self.servers]
+            for server in failed_it:
+                self._take_out(server)
+            others = list(self._serving(version, least_step))
+            chosen = self._least_loaded(others, tokens)
+            for server in failed_it:
+                self._put_in(server)
+            if not others:
+                chosen = self._least_loaded(list(self._serving(version, least_step)), tokens)
         if chosen is None:
             return None
         self.finished(uid)
@@ -189,6 +208,24 @@ class ServerTable:
                 break
             self._note(server, is_full=True)
         return None
+
+    def _note_failure(self, server: Server, uid: str) -> None:
+        """Servers that only this prompt has failed on are well; it is at fault if several have failed at it."""
+        now = self.clock()
+        recent = {other: times for other, times in self._failures.items() if max(times.values()) > now - BLAME_LASTS_S}
+        self._failures = recent | {uid: recent.get(uid, {}) | {server.name: now}}
+        for name in self._failures[uid].keys() & self.servers.keys():
+            blaming = [other for other, times in self._failures.items() if times.keys() == {name}]
+            self.happened(self.servers[name], "blamed" if len(blaming) > 1 else "excused")
+
+    def ended(self, uid: str, *, is_answered: bool) -> None:
+        """Nothing more is asked for a group; is_answered: its server has made it, and so fails not at everything."""
+        self._failures.pop(uid, None)
+        if is_answered and uid in self._place_by_uid:
+            name = self._place_by_uid[uid][0].name
+            without = {other: {n: t for n, t in times.items() if n != name} for other, times in self._failures.items()}
+            self._failures = {other: times for other, times in without.items() if times}
+        self.finished(uid)
 
     def finished(self, uid: str) -> None:
         """A group needs no server any more."""

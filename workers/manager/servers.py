@@ -6,14 +6,18 @@
         │  not updated │ │ └─────────────────────┤
         │              ▼ │ told, after a pause   │ silent
         └──────────► SUSPECT ◄───────────────────┘              any ──gone──► DEAD
+                        └──excused──► READY
 
     told         its worker is told to take other weights over now, what was staged being there
     verified     it says that it holds them, and that it takes requests
     not updated  staging or taking over failed
-    silent       it did not answer a request or a probe, or only by an error of its own
+    silent       it could not be reached, or did not answer its probe
+    blamed       it failed at two prompts lately, at which no other server has failed
+    excused      another server failed at one of these, too: then the prompt is at fault
     gone         its record is gone, or names another incarnation
 
-Only READY servers get requests. A request that is refused is no event: it is the request's failure. Nor is it one that
+Only READY servers get requests. A request that is refused is no event: it is the request's failure. So is a failure at
+one prompt, by whatever error, which moves on to another server: it benches none. Nor is it one that
 a server has no room: it then comes after all others. What the table does not name changes nothing: such news is late. A
 SUSPECT server is told again after a pause that grows each time in a row, to 30 s and not for ever: a network that was
 cut comes back, and whether a process must start again its worker decides. Pure.
@@ -26,7 +30,7 @@ from typing import Final, Literal
 
 from corral.scheduling.policy_version import PolicyVersion
 
-ServerEvent = Literal["told", "verified", "not updated", "silent", "gone"]
+ServerEvent = Literal["told", "verified", "not updated", "silent", "blamed", "excused", "gone"]
 
 PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after the first failure in a row, the second, ...
 KV_SHARE: Final = 0.9  # of a KV cache; the rest is for answers that become longer than was expected
@@ -51,6 +55,8 @@ _NEXT: Final[Mapping[tuple[ServerState, ServerEvent], ServerState]] = {
     (ServerState.SUSPECT, "not updated"): ServerState.SUSPECT,
     (ServerState.READY, "not updated"): ServerState.READY,
     (ServerState.READY, "silent"): ServerState.SUSPECT,
+    (ServerState.READY, "blamed"): ServerState.SUSPECT,
+    (ServerState.SUSPECT, "excused"): ServerState.READY,
     **{(state, "gone"): ServerState.DEAD for state in ServerState},
 }
 
@@ -80,6 +86,8 @@ class Server:
     not_before: float = 0.0
     """When the next update may begin."""
     ready_since: float = 0.0
+    is_blamed: bool = False
+    """Whether it is SUSPECT because of prompts."""
     tokens_by_uid: dict[str, int] = field(default_factory=dict)
     """That are expected to be in its KV cache, by uid of the group."""
     tokens: int = 0
@@ -92,10 +100,11 @@ class Server:
     def on(self, event: ServerEvent, *, now: float) -> None:
         """Something happened at `now`, of any clock that runs on, in seconds."""
         before = self.state
-        if (before, event) not in _NEXT:
+        if (before, event) not in _NEXT or (event == "excused" and not self.is_blamed):
             return
         self.state = _NEXT[before, event]
-        if event == "told":
+        self.is_blamed = event == "blamed"
+        if event in ("told", "excused"):
             return
         self.arrives_from = None
         if event == "verified":

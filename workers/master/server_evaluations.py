@@ -23,7 +23,13 @@ from corral.workers.data.held_out import means
 from corral.workers.master.best import BestWeights
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.metrics import StepLines
-from corral.workers.requests.manager_messages import Evaluate, Evaluation, ManagerReply, ManagerRequest
+from corral.workers.requests.manager_messages import (
+    REQUEST_DEADLINE_S,
+    Evaluate,
+    Evaluation,
+    ManagerReply,
+    ManagerRequest,
+)
 from corral.workers.requests.messages import TrainNotice
 from corral.workers.streams.closing import AsyncClosing, cancel
 from corral.workers.streams.errors import StreamTimeoutError
@@ -32,7 +38,6 @@ from corral.workers.streams.rpc import AsyncRequestClient
 logger = logging.getLogger(__name__)
 
 _TOPIC = "held-out problems without reward"
-_REQUEST_DEADLINE_S = 60.0  # the manager says after ten seconds how far it is
 
 
 class ServerEvaluations(AsyncClosing):
@@ -88,7 +93,7 @@ class ServerEvaluations(AsyncClosing):
         is_told = False
         while True:
             try:
-                reply = await self._manager.request(asked, deadline_s=_REQUEST_DEADLINE_S)
+                reply = await self._manager.request(asked, deadline_s=REQUEST_DEADLINE_S)
             except StreamTimeoutError as error:
                 logger.warning("%s; it is asked again", error)
                 continue

@@ -36,14 +36,18 @@ from corral.workers.episodes.log import Branch
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
 from corral.workers.episodes.stops import stopper
+from corral.workers.episodes.stream_events import NOT_FINITE
 from corral.workers.episodes.trajectories import group_statistics, make_sample
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.requests.messages import Generate, SampleMetadata
-from corral.workers.rollout.judging import RewardFailedError, RewardJudge, judged_answers
+from corral.workers.rollout.judging import (
+    MOST_FAILED_IN_A_ROW,
+    RewardFailedError,
+    RewardJudge,
+    judged_answers,
+)
 
-_MAX_FAILED = 16  # prompts, before any was judged; as in a rollout worker
-NOT_FINITE = "not_finite"
 REWARD_ERROR = "reward_error"
 
 
@@ -150,7 +154,12 @@ class Generator:
         self._num_failed += len(failures)
         self._has_judged |= any(one.sample is not None for one in made)
         is_first = PolicyVersion.parse(version).step == 0
-        if is_first and failures and not self._has_judged and self._num_failed >= min(_MAX_FAILED, len(self._rows)):
+        if (
+            is_first
+            and failures
+            and not self._has_judged
+            and self._num_failed >= min(MOST_FAILED_IN_A_ROW, len(self._rows))
+        ):
             raise UserCodeError(
                 f"{self._num_failed} prompts in a row failed, the last one with {failures[-1]}; mend reward "
                 f"{functions_of(self._reward.reward)}, in the trial's folder `code` if it is your own, and rl-submit "

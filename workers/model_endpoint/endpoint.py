@@ -311,7 +311,10 @@ class ModelEndpoint:
             raise ApiError(str(error), code=code, reason=error.reason) from error
         except RequestRefusedError as error:
             logger.warning("a request of episode %s was refused: %s", episode.session.uid, error)
-            raise ApiError("the generation server refuses this request", code="request_refused") from error
+            words = "the generation server refuses this request"
+            if error.kind != "request_refused":
+                words = "no generation server can answer this request"
+            raise ApiError(words, code=error.kind) from error
         finally:
             episode.under_way.discard(task)
 

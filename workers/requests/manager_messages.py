@@ -13,11 +13,22 @@ Every request names what it is about by uid and can be repeated without harm, be
 between.
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from corral.workers.streams.codec import MessageBody
+
+LONGEST_TURN_S: Final = 10.0
+"""The manager lets a rollout worker wait so long for a prompt, and the master for news of an evaluation; then they hear
+how far it is."""
+LONGEST_WAIT_FOR_SERVER_S: Final = 45.0
+"""It lets an answer wait so long for a server: there may be a hundred thousand that wait."""
+LATE_BY_S: Final = 5.0
+"""So much later rl-status says that its answer is waited for."""
+REQUEST_DEADLINE_S: Final = 60.0
+"""After so long a request is sent again."""
+assert LONGEST_TURN_S <= LONGEST_WAIT_FOR_SERVER_S < LONGEST_WAIT_FOR_SERVER_S + LATE_BY_S < REQUEST_DEADLINE_S
 
 
 class Admitted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -80,6 +91,8 @@ class Schedule(MessageBody, frozen=True, tag="schedule"):
     """Of the tokens that it has; empty if it has none."""
     failed_url: str = ""
     """Server that has just failed this prompt; empty if none has."""
+    lost_url: str = ""
+    """Server that could not be reached; empty if none was."""
     busy_url: str = ""
     """Server that had no room for this prompt; it is well, but another one may have room."""
     knows: str = ""

@@ -22,6 +22,7 @@ from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import EnvironmentSpec
 from corral.workers.agents.contract import Episode
 from corral.workers.episodes.trajectories import JudgedEpisode
+from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.model_endpoint.endpoint import ModelEndpoint
 from corral.workers.rollout.agent_processes import AgentFailedError, AgentProcesses, EpisodeLostError
 from corral.workers.rollout.episode_session import EpisodeSession
@@ -145,6 +146,7 @@ class EpisodePlayer:
         Raises:
             AgentFailedError: if the agent fails, or nothing can be learned from what it did.
             AgentHostError: if no process can be started for it.
+            RequestRefusedError: if servers fail at one of its turns, and the agent with them.
         """
         num_lost, limits = 0, self.config.episode
         while True:
@@ -156,7 +158,7 @@ class EpisodePlayer:
                 max_turns=limits.max_turns,
                 max_tokens=limits.max_tokens,
                 timeout_s=limits.timeout_s,
-                journal=self._kept(uid, number, client),
+                journal=await self._kept(uid, number, client),
             )
             try:
                 return await self._play(session, row, prompt_ids, number)
@@ -166,14 +168,14 @@ class EpisodePlayer:
                     raise AgentFailedError(f"{num_lost} processes that played it ended, the last: {error}") from error
                 logger.info("an episode of prompt %s is played again: %s", uid, error)
 
-    def forget(self, uid: str, number: int | None = None) -> None:
+    async def forget(self, uid: str, number: int | None = None) -> None:
         """An episode is over, or its next try is to have other answers; None is all of the prompt's."""
         if self.journal is not None:
-            self.journal.discard(uid, number)
+            await self.journal.discard(uid, number)
 
-    def _kept(self, uid: str, number: int, client: GenerationClient) -> EpisodeJournal | None:
+    async def _kept(self, uid: str, number: int, client: GenerationClient) -> EpisodeJournal | None:
         """The turns of an earlier try; not of a mixture, whose experts are not kept with them."""
-        return self.journal.open(uid, number) if self.journal is not None and client.experts is None else None
+        return await self.journal.open(uid, number) if self.journal is not None and client.experts is None else None
 
     async def _play(self, session: EpisodeSession, row: DatasetRow, prompt_ids: Sequence[int], number: int) -> Played:
         async def judge(answer: str) -> float:
@@ -189,8 +191,14 @@ class EpisodePlayer:
         try:
             address = {"unix": self.socket_path, "url": self.endpoint.url}
             done = await self.processes.play(task, endpoint=address, key=key, judge=judge)
+        except AgentFailedError as error:
+            if session.failure is not None:
+                raise session.failure from error
+            raise
         finally:
             self.endpoint.close_episode(key)
+        if session.failure is not None and not isinstance(session.failure, RequestRefusedError):
+            raise session.failure  # whatever the agent made of an error of this worker
         log = session.log
         try:
             for turn, value in done.turn_rewards:

@@ -17,7 +17,7 @@ from typing import Any
 from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.episodes.log import EpisodeLog, Turn
 from corral.workers.episodes.stops import stopper
-from corral.workers.episodes.turn_request import EndReason, EpisodeEndedError, TurnRequest
+from corral.workers.episodes.turn_request import EndReason, EpisodeEndedError, RequestRefusedError, TurnRequest
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.turn_journal import EpisodeJournal, question_of
 
@@ -42,6 +42,8 @@ class EpisodeSession:
     log: EpisodeLog = field(init=False)
     ended: EndReason = ""
     """The limit that it has come to."""
+    failure: Exception | None = field(default=None, init=False)
+    """Why a turn could not be made that is no fault of the request: no server answers it, or the worker failed."""
     _deadline: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +71,9 @@ class EpisodeSession:
             self.log.abandon(turn)
             if isinstance(error, TimeoutError) and time_is_up.expired():
                 raise self.end("time", f"the episode has had its {self.timeout_s:g} s") from error
+            is_refused = isinstance(error, RequestRefusedError) and error.kind == "request_refused"
+            if isinstance(error, Exception) and not is_refused:
+                self.failure = error
             raise
         length = {"max_new_tokens": sampling.max_new_tokens}
         is_as_trained = self.client.sampling.model_copy(update=length) == sampling
@@ -90,7 +95,7 @@ class EpisodeSession:
             watch=stopper(self.tokenizer, (*sampling.stop, *request.stop), own_ids),
         )
         if self.journal is not None:
-            self.journal.append(question, turn.answer)
+            await self.journal.append(question, turn.answer)
 
     def end(self, reason: EndReason, text: str) -> EpisodeEndedError:
         """The error that says so; every later request meets it."""

@@ -3,8 +3,10 @@
     sample_group ──► one server for the group (manager) ──► a stream for each answer ──► events ──► PartialAnswer
                         ▲  ▲                                  │
                         │  └── busy (503), pause, abort ──────┤   the server is well; another one is asked, or it again
-                        └──── lost, silent, failed ───────────┤   the manager is told; another server continues
-                                                              └─ refused (400): the request is at fault, on any server
+                        ├──── not to be reached ──────────────┤   the manager is told; another server continues
+                        └──── silent, failed (500) ───────────┤   the same, within the budget of `FailureBudget`
+                                                              └─ refused (400), not finite, budget spent: the request
+                                                                 is at fault, on any server: RequestRefusedError
 
 Each answer goes on by itself, and keeps its tokens through all of it: what is asked for anew is the rest, behind the
 prompt and the tokens so far.
@@ -22,8 +24,8 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -35,10 +37,11 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.episodes.partial_answer import MalformedEventError, PartialAnswer
 from corral.workers.episodes.routed_experts import AnswerExperts
 from corral.workers.episodes.stops import Watch, stopper
-from corral.workers.episodes.stream_events import stream_events
-from corral.workers.episodes.turn_request import RequestRefusedError
+from corral.workers.episodes.stream_events import NOT_FINITE, stream_events
+from corral.workers.episodes.turn_request import SERVER_ERROR, RequestRefusedError
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.streams.closing import cancel
+from corral.workers.streams.live_timeout import LiveTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ _REFUSALS = (400, 413, 422)  # every server would say the same of this request
 _BUSY = (429, 503)
 _JSON = {"Content-Type": "application/json"}
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # deadlines are those of the phases
+_MOST_FAILED, _MOST_FAILED_ALONE = 4, 8  # requests for one answer in a row, the second if nobody has got a token since
 _NEWEST = 0.01
 _FIRST_SHARE = 0.4  # of the longest answer, while none has ended; as AReaL's manager takes it to be, always
 _STREAM_INTERVAL = 32  # tokens of an event: what a lost server costs an answer, and few enough events to cost nothing
@@ -60,11 +64,47 @@ class Setback:
     is_busy: bool
     """Whether the server is well: it only had no room, or has given the answer up."""
     reason: str
+    is_lost: bool = False
+    """Whether the server could not be reached, so that it has not seen the request."""
+    aborted_at: str | None = None
+    """Where it has given the answer up without a token of it: the version of the weights that it had."""
+
+    @property
+    def kind(self) -> Literal["busy", "lost", "failed"]:
+        return "busy" if self.is_busy else "lost" if self.is_lost else "failed"
 
 
 RouteFunction = Callable[[str, int, str, Setback | None], Awaitable[str | None]]
 """(uid, tokens that a server is expected to hold for it, oldest version of those that have come or "", what has just
 happened to an answer) -> a server's URL, or None while none is ready."""
+
+
+@dataclass(slots=True)
+class FailureBudget:
+    """How many requests for one answer may fail in a row, before it is the answer that is at fault.
+
+    Servers that fail at everything are no answer's fault: so it counts whether others get tokens in the meantime.
+
+    Example:
+        budget = FailureBudget(num_servers=2)
+        budget.is_spent_by("http://a", others_go_on=True)   # False; True for the fourth, if they are of two servers
+    """
+
+    num_servers: int
+    """Of the trial: where there are several, two of them have to fail."""
+    _urls: list[str] = field(default_factory=list)
+    _num_beside_others: int = 0
+
+    def is_spent_by(self, url: str, *, others_go_on: bool) -> bool:
+        """Another request has failed, by this server.
+
+        Args:
+            others_go_on: whether another answer has got a token since the last one failed.
+        """
+        self._urls.append(url)
+        self._num_beside_others += others_go_on
+        is_of_several = len(set(self._urls)) >= min(2, self.num_servers)
+        return len(self._urls) >= _MOST_FAILED_ALONE or (is_of_several and self._num_beside_others >= _MOST_FAILED)
 
 
 class _Lengths:
@@ -73,6 +113,8 @@ class _Lengths:
     def __init__(self) -> None:
         self._mean = 0.0
         self._weight = 0.0
+        self.num_events = 0
+        """That have brought tokens, of all answers."""
 
     def ended(self, length: int) -> None:
         """An answer has so many tokens."""
@@ -125,6 +167,8 @@ class GenerationClient:
     """Reads answers where texts of `sampling` end them."""
     experts: RoutedExpertsSpec | None = None
     """Of a mixture, if it is wanted to be known who computed each token."""
+    num_servers: int = 1
+    """Of the trial, ready or not."""
     record: Record = unrecorded
     """Has how long each group of answers took; it waits for the URL of its server."""
     _lengths: _Lengths = field(default_factory=_Lengths, init=False)
@@ -150,7 +194,7 @@ class GenerationClient:
             Finished answers, in the order of their seeds.
 
         Raises:
-            RequestRefusedError: if a server finds fault with a request.
+            RequestRefusedError: if no server will ever answer one of them.
         """
         answers = [
             PartialAnswer(
@@ -210,14 +254,27 @@ class GenerationClient:
     async def _finish(self, group: _Group, index: int) -> int:
         """Make one answer, however many requests that takes; its index."""
         answer, num_futile = group.answers[index], 0
-        place = await self._place(group, None, None)
+        budget, aborted = FailureBudget(self.num_servers), set[tuple[str, str]]()
+        place, events_seen = await self._place(group, None, None), self._lengths.num_events
         while True:
             num_before = len(answer.output_ids)
             setback = await self._stream(place.url, group, answer)
             if answer.finished:
                 self._lengths.ended(len(answer.output_ids))
                 return index
-            num_futile = 0 if len(answer.output_ids) > num_before else num_futile + 1
+            num_futile += 1
+            if len(answer.output_ids) > num_before:
+                num_futile, budget, aborted = 0, FailureBudget(self.num_servers), set()
+            if setback.aborted_at is not None:
+                # Other weights are taken over once: a server that gives it up by the same ones again fails at it.
+                abort = setback.url, setback.aborted_at
+                setback = replace(setback, is_busy=abort not in aborted)
+                aborted.add(abort)
+            if setback.kind == "failed":
+                others_go_on, events_seen = self._lengths.num_events > events_seen, self._lengths.num_events
+                if budget.is_spent_by(setback.url, others_go_on=others_go_on):
+                    text = f"every request in a row failed, the last at {setback.url}/generate: {setback.reason}"
+                    raise RequestRefusedError(text, kind=SERVER_ERROR)
             await _pause(num_futile)
             if not setback.is_busy:
                 # Only now: where a trial ends, its servers leave at once, and whoever asked them within this pause.
@@ -251,11 +308,12 @@ class GenerationClient:
 
     async def _stream(self, url: str, group: _Group, answer: PartialAnswer) -> Setback:
         """Take in the rest of an answer as one server makes it; what to make of it if that is not all."""
-        loop, silence_s, has_ended = asyncio.get_running_loop(), self.first_token_timeout_s, False
+        num_before, silence_s, ended = len(answer.output_ids), self.first_token_timeout_s, None
+        aborted_at = None
         answer.begin()
         try:
             async with (
-                asyncio.timeout(silence_s) as deadline,
+                LiveTimeout(silence_s) as deadline,
                 self.session.post(
                     f"{url}/generate", data=self._body(group, answer), headers=_JSON, timeout=_NO_TIMEOUT
                 ) as response,
@@ -266,21 +324,31 @@ class GenerationClient:
                     if event.error is not None:
                         return _judge(url, event.error.code, event.error.message)
                     reason = answer.extend(event)
+                    if reason is not None and reason.err_type == NOT_FINITE:
+                        raise RequestRefusedError(f"{url}/generate: {reason.message}", kind=NOT_FINITE)
                     if reason is not None and reason.status_code is not None:
                         return _judge(url, reason.status_code, reason.message)
+                    self._lengths.num_events += bool(event.output_ids)
                     if group.watch is not None:
                         group.watch(answer)
                     if answer.stopped and reason is None:
                         break  # it was cut: its server hears that the connection is closed
-                    has_ended, silence_s = reason is not None, self.token_timeout_s
-                    deadline.reschedule(loop.time() + silence_s)
+                    if reason is not None and reason.type == "abort" and event.meta_info is not None:
+                        aborted_at = event.meta_info.weight_version
+                    ended, silence_s = reason, self.token_timeout_s
+                    deadline.renew(silence_s)
         except TimeoutError:
             return Setback(url, is_busy=False, reason=f"it said nothing for {silence_s:g} s")
+        except aiohttp.ClientConnectorError as error:
+            return Setback(url, is_busy=False, is_lost=True, reason=str(error))
         except (aiohttp.ClientError, OSError, MalformedEventError, msgspec.MsgspecError) as error:
             return Setback(url, is_busy=False, reason=str(error) or type(error).__name__)
         finally:
             answer.settle()
-        return Setback(url, is_busy=has_ended, reason="its stream ended before the answer")
+        has_more = len(answer.output_ids) > num_before
+        is_busy = ended is not None and (has_more or aborted_at is not None)
+        reason_text = "its stream ended before the answer"
+        return Setback(url, is_busy=is_busy, reason=reason_text, aborted_at=None if has_more else aborted_at)
 
     def _body(self, group: _Group, answer: PartialAnswer) -> bytes:
         body: dict[str, Any] = {

@@ -33,36 +33,45 @@ from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.side_numbers import finite_means
 from corral.workers.data.teacher_prompts import padded_prompt
 from corral.workers.episodes.log import Branch, Segment
+from corral.workers.episodes.stream_events import NOT_FINITE
 from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
-from corral.workers.episodes.turn_request import RequestRefusedError
+from corral.workers.episodes.turn_request import SERVER_ERROR, RequestRefusedError
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.endpoint import EndpointDownError
 from corral.workers.rollout.agent_processes import AgentFailedError
 from corral.workers.rollout.episode_player import EpisodePlayer, Played
 from corral.workers.rollout.generation_client import GenerationClient
-from corral.workers.rollout.judging import RewardFailedError, RewardJudge, judged_answers
+from corral.workers.rollout.judging import (
+    MOST_FAILED_IN_A_ROW,
+    RewardFailedError,
+    RewardJudge,
+    judged_answers,
+)
 from corral.workers.rollout.served_teachers import ServedTeachers, TeacherFailedError
 from corral.workers.streams.closing import cancel
 from corral.workers.user_code.trials import Judged
 
 logger = logging.getLogger(__name__)
 
-_MAX_FAILED_IN_A_ROW = 16  # if every second prompt failed by itself, a run of so many would come once in 65,536 prompts
 _LIMITS = ("length", "turns", "time")  # of an episode
 
 
 class PromptFailedError(RuntimeError):
     """A prompt is given up, or nothing is learned from it; its text begins with why, as the ledger has it."""
 
-    def __init__(self, message: str, *, statistics: Mapping[str, float] = MappingProxyType({})) -> None:
+    def __init__(
+        self, message: str, *, statistics: Mapping[str, float] = MappingProxyType({}), is_of_servers: bool = False
+    ) -> None:
         super().__init__(message)
         self.statistics = statistics
         """Of its answers, if they were judged."""
+        self.is_of_servers = is_of_servers
+        """Whether generation servers failed at it, and no code of the user's."""
 
 
 class PromptsFailError(RuntimeError):
-    """Agent, reward or teacher fail on everything now, and did not before: the worker starts again, as what they ask
-    may do."""
+    """Agent, reward or teacher fail on everything now, and did not before, or generation servers do: the worker starts
+    again, as what they ask may do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ class GroupMaker:
     config: RolloutConfig
     group_size: int
     max_prompt_tokens: int
-    num_prompts: int = _MAX_FAILED_IN_A_ROW
+    num_prompts: int = MOST_FAILED_IN_A_ROW
     """Of the worker's share; if all of them fail, nothing is left to try."""
     has_judged: bool = False
     """Whether a prompt of the trial was ever judged."""
@@ -122,12 +131,11 @@ class GroupMaker:
         except PromptFailedError as error:
             self._failed_in_a_row += 1
             if self.player is not None:
-                self.player.forget(uid)
+                await self.player.forget(uid)
             logger.warning("prompt %s failed: %s", uid, error, exc_info=error.__cause__)
-            if self._failed_in_a_row >= min(_MAX_FAILED_IN_A_ROW, self.num_prompts):
-                raise self._all_fail(
-                    f"{self._failed_in_a_row} prompts in a row failed, the last one with {error}"
-                ) from (error.__cause__)
+            if self._failed_in_a_row >= min(MOST_FAILED_IN_A_ROW, self.num_prompts):
+                what = f"{self._failed_in_a_row} prompts in a row failed, the last one with {error}"
+                raise PromptsFailError(what) if error.is_of_servers else self._all_fail(what) from error.__cause__
             raise
         self._failed_in_a_row = 0
         self.has_judged = True
@@ -190,12 +198,13 @@ class GroupMaker:
                 answers = await self._answers(uid, row, prompt_ids, shown, seeds)
                 return Group(answers, teacher_prompt=told)
             group = await self._episodes(self.player, uid, row, prompt_ids, seeds)
-            self.player.forget(uid)
+            await self.player.forget(uid)
             return group
         except RewardFailedError as error:
             raise PromptFailedError(f"reward_error: {error}") from error
         except RequestRefusedError as error:
-            raise PromptFailedError(f"request_refused: {error}") from error
+            is_of_servers = error.kind in (SERVER_ERROR, NOT_FINITE)
+            raise PromptFailedError(f"{error.kind}: {error}", is_of_servers=is_of_servers) from error
         except AgentFailedError as error:
             raise PromptFailedError(f"{error.kind}: {error}") from error
 
@@ -255,7 +264,7 @@ class GroupMaker:
             for done in asyncio.as_completed(tasks):
                 try:
                     ended.append(await done)
-                except (AgentFailedError, RewardFailedError) as error:
+                except (AgentFailedError, RequestRefusedError, RewardFailedError) as error:
                     num_failed += 1
                     if num_failed > self.config.spare_answers:
                         raise
@@ -306,7 +315,7 @@ class GroupMaker:
             except AgentFailedError as error:
                 if error.kind != "agent_error" or attempt == self.config.reward_retries:
                     raise  # the judge has made its own tries, and a server would refuse again
-                player.forget(uid, number)
+                await player.forget(uid, number)
                 logger.warning("the agent failed on prompt %s: %s\n%s", uid, error, error.traceback)
         raise AssertionError("the last try returns or raises")
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from corral.experiments.config.rollout import RewardConfig, part_remark
 from corral.experiments.prompts.tokens import answer_text
@@ -31,6 +31,8 @@ from corral.workers.user_code.trials import Judged, checked_reward
 
 logger = logging.getLogger(__name__)
 
+MOST_FAILED_IN_A_ROW: Final = 16
+"""Prompts. If every second one failed by itself, a run of so many would come once in 65,536 prompts."""
 _MAX_KILLED = 3  # processes around one call, before that counts as a try of it
 _SHOWN_PROBLEM = 80  # characters of it, where a failure is told
 

@@ -21,6 +21,7 @@ import msgspec
 
 from corral.experiments.config.rollout import RewardPart
 from corral.workers.sandbox.curtain import Curtain, draw_curtain
+from corral.workers.streams.live_timeout import LiveTimeout
 from corral.workers.user_code.reward_host import Call, Form, Outcome, command
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class RewardProcesses:
         deadline = loop.time() + call.timeout_s
         try:
             with suppress(TimeoutError, OSError, msgspec.DecodeError):
-                async with asyncio.timeout_at(deadline + _GRACE_S):
+                async with LiveTimeout(call.timeout_s + _GRACE_S):
                     outcome = await _exchange(process.channel, call)
         except asyncio.CancelledError:
             # An async call that nobody waits for any more goes on beside the others, until its deadline.

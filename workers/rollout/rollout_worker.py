@@ -50,6 +50,10 @@ from corral.workers.delivery.spool import MemorySpool, Spool
 from corral.workers.episodes.trajectories import version_spans
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.requests.manager_messages import (
+    LATE_BY_S,
+    LONGEST_TURN_S,
+    LONGEST_WAIT_FOR_SERVER_S,
+    REQUEST_DEADLINE_S,
     Admitted,
     Allocate,
     Allocation,
@@ -79,10 +83,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_BLINDNESS_S = 300.0  # of receivers and commits, should news of them be lost
 _SENDER_LOOK_S = 1.0
-_REQUEST_DEADLINE_S = 60.0
-_SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds,
-_LONGEST_TURN_S = 15.0  # but for a prompt, for which it may have none for a while,
-_LONGEST_WAIT_FOR_SERVER_S = 50.0  # and a server, after it has said why there is none
+_SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds what it lets nobody wait for
 _MAX_CONNECTIONS = 0  # no limit: one for each answer under way, whose server would seem silent while it waits for one
 _MAX_REASON_LENGTH = 500  # of a dropped prompt, in the ledger
 
@@ -142,7 +143,7 @@ class RolloutWorker(Worker):
             TrajectorySender(context.security, spool, on_verdict=self._on_verdict)
         )
         self._committed = CommittedLedger(context.trial, self._rows)
-        self._committed.poll()
+        await self._committed.look()
         # Their commits came while this worker was away.
         await self._sender.remove([uid for uid in self._sender.uids() if self._committed.ledger.consumed(uid)])
         headers = {"Authorization": f"Bearer {context.secrets.http_api_key.reveal()}"}
@@ -158,6 +159,7 @@ class RolloutWorker(Worker):
             first_token_timeout_s=spec.rollout.first_token_timeout_s,
             token_timeout_s=spec.rollout.token_timeout_s,
             experts=spec.experts,
+            num_servers=len(self._servers),
             record=self._record,
         )
         reward: RewardConfig = spec.rollout
@@ -226,7 +228,7 @@ class RolloutWorker(Worker):
             answering = list(self._answering.values())
             request = Allocate(worker=worker, incarnation=incarnation, last=last, knows=knows, held_out=answering)
             try:
-                allocation = await self._ask_manager(request, slow_after_s=_LONGEST_TURN_S)
+                allocation = await self._ask_manager(request, slow_after_s=LONGEST_TURN_S + LATE_BY_S)
             except StreamTimeoutError as error:
                 logger.warning("%s", error)
                 continue
@@ -308,8 +310,7 @@ class RolloutWorker(Worker):
 
     async def _route(self, uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
         asked = time.monotonic()
-        failed = setback.url if setback and not setback.is_busy else ""
-        busy = setback.url if setback and setback.is_busy else ""
+        left = {} if setback is None else {f"{setback.kind}_url": setback.url}
         prompt = self._running.get(uid, Admitted(uid, 0))
         if not oldest_version and (problem := self._answering.get(uid)) is not None:
             oldest_version = problem.version  # as if a token of it were there: older weights would be no news of it
@@ -319,13 +320,12 @@ class RolloutWorker(Worker):
             order=prompt.order,
             due_step=prompt.due_step,
             oldest_version=oldest_version,
-            failed_url=failed,
-            busy_url=busy,
+            **left,
             knows=self._no_server,
             worker=self.context.worker_id,
         )
         try:
-            slow_after_s = _LONGEST_WAIT_FOR_SERVER_S if self._no_server else _SLOW_ANSWER_S
+            slow_after_s = LONGEST_WAIT_FOR_SERVER_S + LATE_BY_S if self._no_server else _SLOW_ANSWER_S
             route = await self._ask_manager(request, slow_after_s=slow_after_s)
         except StreamError as error:
             logger.warning("%s; it is asked again", error)  # what the answers have they keep meanwhile
@@ -359,7 +359,7 @@ class RolloutWorker(Worker):
         self._sender.raise_failure()
 
     async def _look_for_commits(self) -> None:
-        news = self._committed.poll()
+        news = await self._committed.look()
         await self._sender.remove(news.covered)
 
     def _on_verdict(self, delivery: str, kind: VerdictKind) -> None:
@@ -396,12 +396,12 @@ class RolloutWorker(Worker):
         """The manager's answer; if it takes its time, that is what rl-status shows, and no earlier answer of it.
 
         Raises:
-            StreamTimeoutError: if there is none within `_REQUEST_DEADLINE_S`.
+            StreamTimeoutError: if there is none within `REQUEST_DEADLINE_S`.
         """
         loop = asyncio.get_running_loop()
         slow = loop.call_later(slow_after_s, partial(self._show_wait, "its answer", [MANAGER]))
         try:
-            answer = await self._manager.request(request, deadline_s=_REQUEST_DEADLINE_S)
+            answer = await self._manager.request(request, deadline_s=REQUEST_DEADLINE_S)
         finally:
             slow.cancel()
         if loop.time() >= slow.when():

@@ -5,25 +5,32 @@
                               or in memory                    while this worker lives, for its lost processes
     played again, by whichever worker: the same tokens asked in the same way ──take──► the answer as it was made
 
-An optimisation, and nothing but one: a turn that is not found is generated, so nothing is fsynced, and a torn line ends
-what is read. Each kept answer is taken once. That it was made by weights which are not too old by now is for the
-trainer to see, as with any answer; what it turns away is discarded here, so that the next try makes all anew.
+An optimisation, and nothing but one: a turn that is not found is generated. So nothing is fsynced, a torn line ends
+what is read, and what cannot be written or read, on a disk that is full, is passed over and counted. Files are read
+and written in threads: a file system that hangs holds up the episode, and no other one. Each kept answer is taken once.
+That it was made by weights which are not too old by now is for the trainer to see, as with any answer; what it turns
+away is discarded here, so that the next try makes all anew.
 
 Only agents that do the same on the same answers gain from it; whoever does something else asks with other tokens.
 """
 
+import asyncio
 import hashlib
+import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.episodes.partial_answer import PartialAnswer
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Turn(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -35,6 +42,8 @@ class _Turn(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     spans: list[VersionSpan]
     stopped: bool
 
+
+logger = logging.getLogger(__name__)
 
 _decode = msgspec.json.Decoder(_Turn).decode
 
@@ -48,16 +57,11 @@ def question_of(prompt_ids: Sequence[int], sampling: SamplingConfig, stop: Seque
 class EpisodeJournal:
     """Of one episode."""
 
-    def __init__(self, kept: Iterable[_Turn], keep: Callable[[_Turn], None]) -> None:
+    def __init__(self, kept: Iterable[_Turn], keep: Callable[[_Turn], Awaitable[None]]) -> None:
         self._kept: defaultdict[bytes, deque[_Turn]] = defaultdict(deque)
         for turn in kept:
             self._kept[turn.question].append(turn)
         self._keep = keep
-
-    @property
-    def num_turns(self) -> int:
-        """That are kept and not taken."""
-        return sum(map(len, self._kept.values()))
 
     def take(self, question: bytes, answer: PartialAnswer) -> bool:
         """Complete an answer with the one that was kept, if there is one; its finished turn is kept still."""
@@ -68,9 +72,9 @@ class EpisodeJournal:
         answer.stopped = turn.stopped
         return True
 
-    def append(self, question: bytes, answer: PartialAnswer) -> None:
-        """Keep a finished turn; OSError if it cannot be written."""
-        self._keep(_Turn(question, answer.output_ids, answer.logprobs, answer.spans, answer.stopped))
+    async def append(self, question: bytes, answer: PartialAnswer) -> None:
+        """Keep a finished turn."""
+        await self._keep(_Turn(question, answer.output_ids, answer.logprobs, answer.spans, answer.stopped))
 
 
 class TurnJournal:
@@ -83,23 +87,42 @@ class TurnJournal:
         """
         self._directory = directory
         self._kept: dict[tuple[str, int], list[_Turn]] = {}
+        self.num_passed_over = 0
+        """Files that could not be read, written or removed."""
 
-    def open(self, uid: str, episode: int) -> EpisodeJournal:
+    async def open(self, uid: str, episode: int) -> EpisodeJournal:
         """What is kept of an episode, whoever has played it so far."""
         if self._directory is None:
             kept = self._kept.setdefault((uid, episode), [])
-            return EpisodeJournal(tuple(kept), kept.append)
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = self._directory / f"{_name_of(uid)}.{episode}"
-        return EpisodeJournal(_read(path), partial(_write, path))
 
-    def discard(self, uid: str, episode: int | None = None) -> None:
+            async def keep(turn: _Turn) -> None:
+                kept.append(turn)
+
+            return EpisodeJournal(tuple(kept), keep)
+        path = self._directory / f"{_name_of(uid)}.{episode}"
+
+        async def write(turn: _Turn) -> None:
+            await self._try(_write, path, turn)
+
+        return EpisodeJournal(await self._try(_read, path) or (), write)
+
+    async def discard(self, uid: str, episode: int | None = None) -> None:
         """Nobody will play this episode again, or it is to be made anew; None is all of the prompt's."""
         for key in [key for key in self._kept if key[0] == uid and episode in (None, key[1])]:
             del self._kept[key]
         if self._directory is not None:
-            for path in self._directory.glob(f"{_name_of(uid)}.{'*' if episode is None else episode}"):
-                path.unlink(missing_ok=True)
+            pattern = f"{_name_of(uid)}.{'*' if episode is None else episode}"
+            await self._try(_remove, self._directory, pattern)
+
+    async def _try(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """What it returns; None if the file system fails at it."""
+        try:
+            return await asyncio.to_thread(function, *args, **kwargs)
+        except OSError as error:
+            self.num_passed_over += 1
+            if self.num_passed_over == 1:
+                logger.warning("%s; turns are made again that could not be kept, from now on without a word", error)
+            return None
 
 
 def _name_of(uid: str) -> str:
@@ -107,8 +130,14 @@ def _name_of(uid: str) -> str:
 
 
 def _write(path: Path, turn: _Turn) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         file.write(b"\n" + msgspec.json.encode(turn))
+
+
+def _remove(directory: Path, pattern: str) -> None:
+    for path in directory.glob(pattern):
+        path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> list[_Turn]:

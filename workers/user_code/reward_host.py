@@ -10,6 +10,7 @@ closes its end or dies.
 
 import asyncio
 import faulthandler
+import io
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -87,6 +88,7 @@ def main(import_path: str, descriptor: int, *, settings: str = "{}", is_hidden: 
         descriptor: of this side of the SOCK_SEQPACKET pair that the worker asks through.
     """
     faulthandler.enable()
+    sys.stdout, sys.stderr = (_lossy(stream.fileno()) for stream in (sys.stdout, sys.stderr))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s reward %(levelname)s %(name)s: %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):  # the worker says when; unlike SIG_IGN it is not left to programs
         signal.signal(number, lambda *_: None)
@@ -118,6 +120,21 @@ def main(import_path: str, descriptor: int, *, settings: str = "{}", is_hidden: 
     finally:
         for pid in children:
             _end(pid)
+
+
+class _LossyFile(io.FileIO):
+    """What the disk has no room for is lost: it is the log's, and no failure of the reward that prints."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _lossy(descriptor: int) -> TextIO:
+    buffered = io.BufferedWriter(_LossyFile(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(buffered, errors="backslashreplace", line_buffering=True)
 
 
 def _end(pid: int) -> int:

@@ -1,3 +1,4 @@
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -53,15 +54,15 @@ def trainer(trial: TrialDirectory) -> Trainer:
 
 def test_commits_that_appear_together_are_all_counted(trial: TrialDirectory, trainer: Trainer) -> None:
     committed = CommittedLedger(trial, ROWS)
-    assert committed.poll() == LedgerNews()
+    assert asyncio.run(committed.look()) == LedgerNews()
     for step in (1, 2):
         trainer.commit(step, f"0:{step}")
     trainer.commit(3, "0:3", dropped=("0:x",))
-    assert committed.poll() == LedgerNews(trained=("0:1", "0:2", "0:3"), dropped=("0:x",))
+    assert asyncio.run(committed.look()) == LedgerNews(trained=("0:1", "0:2", "0:3"), dropped=("0:x",))
     assert trained(committed.ledger) == {"0:1", "0:2", "0:3"}
     trainer.commit(4, "0:4")
-    assert committed.poll() == LedgerNews(trained=("0:4",))
-    assert committed.poll() == LedgerNews() and committed.ledger.trained_count == 4
+    assert asyncio.run(committed.look()) == LedgerNews(trained=("0:4",))
+    assert asyncio.run(committed.look()) == LedgerNews() and committed.ledger.trained_count == 4
 
 
 def test_whoever_comes_late_reads_one_file_and_not_every_delta(trial: TrialDirectory, trainer: Trainer) -> None:
@@ -69,17 +70,17 @@ def test_whoever_comes_late_reads_one_file_and_not_every_delta(trial: TrialDirec
         trainer.commit(step, f"0:{step}")
     shutil.rmtree(trial.ledger_path)
     committed = CommittedLedger(trial, ROWS)
-    assert len(committed.poll().trained) == 20
+    assert len(asyncio.run(committed.look()).trained) == 20
     assert trained(committed.ledger) == trained(trainer.ledger)
 
 
 def test_whoever_looks_seldom_misses_no_commit(trial: TrialDirectory, trainer: Trainer) -> None:
     committed = CommittedLedger(trial, ROWS)
     trainer.commit(1, "0:a")
-    assert committed.poll() == LedgerNews(trained=("0:a",))
+    assert asyncio.run(committed.look()) == LedgerNews(trained=("0:a",))
     for step in range(2, MOST_COMMITS + 3):  # more than a look at the log has room for
         trainer.commit(step, f"0:{step}")
-    news = committed.poll()
+    news = asyncio.run(committed.look())
     assert set(news.trained) == {f"0:{step}" for step in range(2, MOST_COMMITS + 3)} and not news.has_gone_back
 
 
@@ -91,17 +92,17 @@ def test_what_a_rejected_commit_covered_counts_no_more_before_the_next_commit(
     trainer.commit(2, "0:b")
     committed = CommittedLedger(trial, ROWS)
     if looks_between:
-        committed.poll()
+        asyncio.run(committed.look())
         assert committed.ledger.consumed("0:b")
     writer = TrialLog(trial.log_path).claim("b")
     writer.fall_back_to(kept.slot, reason="a shard is damaged")
     # The trainer cannot commit before the prompt is issued again, so this must not take a commit to be noticed.
-    assert committed.poll().has_gone_back == looks_between
+    assert asyncio.run(committed.look()).has_gone_back == looks_between
     assert trained(committed.ledger) == {"0:a"}
     second = Trainer(trial, writer, committed_ledger(trial, kept.commit, ROWS))
     second.commit(2, "0:c")
     second.commit(3, "0:b")
-    assert committed.poll() == LedgerNews(trained=("0:c", "0:b"))
+    assert asyncio.run(committed.look()) == LedgerNews(trained=("0:c", "0:b"))
     assert trained(committed.ledger) == {"0:a", "0:b", "0:c"}
 
 
@@ -111,9 +112,9 @@ def test_a_damaged_delta_is_made_up_for(trial: TrialDirectory, trainer: Trainer,
     committed = CommittedLedger(trial, ROWS)
     saved = [trainer.commit(step, f"0:{step}") for step in (1, 2, 3)]
     (trial.path / saved[damaged].commit.ledger_file).write_bytes(damage)
-    assert committed.poll() == LedgerNews(trained=("0:1", "0:2", "0:3"))
+    assert asyncio.run(committed.look()) == LedgerNews(trained=("0:1", "0:2", "0:3"))
     trainer.commit(4, "0:4")
-    assert committed.poll() == LedgerNews(trained=("0:4",))
+    assert asyncio.run(committed.look()) == LedgerNews(trained=("0:4",))
 
 
 def test_whoever_starts_on_damaged_checkpoints_adds_deltas_to_the_one_before(
@@ -124,16 +125,16 @@ def test_whoever_starts_on_damaged_checkpoints_adds_deltas_to_the_one_before(
     for last in saved[-2:]:
         (trial.path / last.commit.directory / "ledger.msgpack").unlink()
     committed = CommittedLedger(trial, ROWS)
-    assert len(committed.poll().trained) == 20 and trained(committed.ledger) == trained(trainer.ledger)
+    assert len(asyncio.run(committed.look()).trained) == 20 and trained(committed.ledger) == trained(trainer.ledger)
 
 
 def test_what_cannot_be_read_at_all_is_known_with_the_next_commit(trial: TrialDirectory, trainer: Trainer) -> None:
     committed = CommittedLedger(trial, ROWS)
     trainer.commit(1, "0:a")
-    committed.poll()
+    asyncio.run(committed.look())
     bad = trainer.commit(2, "0:b")
     (trial.path / bad.commit.ledger_file).unlink()
     (trial.path / bad.commit.directory / "ledger.msgpack").unlink()
-    assert committed.poll() == LedgerNews() and trained(committed.ledger) == {"0:a"}
+    assert asyncio.run(committed.look()) == LedgerNews() and trained(committed.ledger) == {"0:a"}
     trainer.commit(3, "0:c")
-    assert committed.poll() == LedgerNews(trained=("0:b", "0:c"))
+    assert asyncio.run(committed.look()) == LedgerNews(trained=("0:b", "0:c"))

@@ -20,6 +20,7 @@ from corral.workers.engine import engine as engine_module
 from corral.workers.engine.engine import GenerationEngine, StagedModel
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, LengthFinish, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
+from corral.workers.episodes.stream_events import NOT_FINITE
 from tests.workers.engine.tiny_models import VOCAB_SIZE, add_tokenizer, save_tiny_model
 
 PROMPTS = [(7,), (5, 9, 3, 33), tuple(range(14, 51))]
@@ -206,7 +207,9 @@ def test_logits_that_are_not_finite_do_not_outlast_their_request(directories: li
         engine.apply_weights(poisoned, version="poisoned")
         engine.add(GenerationRequest(request_id="bad", prompt=(*[7] * 30, 13), sampling=SamplingParams()))
         ended = engine.step() + engine.step()
-        assert [output.finish_reason for output in ended] == [AbortFinish("the model's logits are not finite")]
+        assert [output.finish_reason for output in ended] == [
+            AbortFinish("the model's logits are not finite", err_type=NOT_FINITE)
+        ]
         engine.add(request("0", prompt=0, max_new_tokens=6, ignore_eos=True, temperature=0.0))
         ended = engine.step()
         engine.add(request("1", prompt=2, max_new_tokens=6, ignore_eos=True, temperature=0.0))

@@ -203,6 +203,30 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not left.exists() and not Path(told.read_text()).parent.exists()
 
 
+def test_a_server_whose_log_cannot_be_written_goes_on_and_its_error_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, go_on = tmp_path / "log", tmp_path / "go on"
+    log.symlink_to("/dev/full")
+    program = f"""
+import pathlib, time
+for number in range(5000):
+    print("line", number, "x" * 100)
+print("torch.OutOfMemoryError: no room", flush=True)
+while not pathlib.Path({str(go_on)!r}).exists():
+    time.sleep(0.01)
+print("The server is fired up and ready to roll!\\nOSError: another one")
+"""
+    process = SglangProcess([sys.executable, "-c", program], environment={}, log_path=log, scrub=str)
+    wait_until(lambda: process.first_error != "", "its first error")
+    assert process.poll() is None and len(caplog.records) == 1
+    log.unlink()
+    go_on.touch()
+    wait_until(lambda: process.poll() is not None, "its end")
+    asyncio.run(process.stop())
+    assert process.poll() == 0 and process.first_error == "OSError: another one"
+
+
 def test_a_server_that_ignores_the_order_to_end_is_killed_with_its_children(tmp_path: Path) -> None:
     stubborn = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"

@@ -1,12 +1,13 @@
 """Who gets the next request: servers whose weights are young enough for it."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import is_trainable
-from corral.workers.manager.routing import ServerTable
-from corral.workers.manager.servers import Server, ServerState
+from corral.workers.manager.routing import BLAME_LASTS_S, ServerTable
+from corral.workers.manager.servers import PAUSES_S, Server, ServerState
+from corral.workers.rollout.generation_client import FailureBudget
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
@@ -69,7 +70,98 @@ def test_a_group_stays_with_its_server_and_leaves_one_that_failed_it() -> None:
     assert again is first
     other = table.route("0:1", tokens=8, version=V1, least_step=1, failed_url=first.url)
     assert other is not None and other is not first
-    assert first.state is ServerState.SUSPECT and (first.tokens_by_uid, first.tokens) == ({}, 0)
+    assert first.state is ServerState.READY and (first.tokens_by_uid, first.tokens) == ({}, 0)
+
+
+def failing(table: ServerTable, uid: str, server: Server) -> Server | None:
+    """The server for a prompt that this one has just failed."""
+    return table.route(uid, tokens=8, version=V1, least_step=1, failed_url=server.url)
+
+
+def test_a_server_is_suspect_once_it_has_failed_two_prompts_and_answered_none_in_between() -> None:
+    table = table_of(3)
+    first, second, _ = table.servers.values()
+    failing(table, "0:a", first)
+    failing(table, "0:a", first)
+    assert first.state is ServerState.READY, "it was one prompt"
+    failing(table, "0:b", first)
+    assert first.state is ServerState.SUSPECT
+    failing(table, "0:a", second)
+    assert first.state is second.state is ServerState.READY, "now it is that prompt which fails everywhere"
+    table.ended("0:a", is_answered=False)
+    table.ended("0:b", is_answered=True)
+    assert table.route("0:c", tokens=8, version=V1, least_step=1) is first
+    failing(table, "0:d", first)
+    table.route("0:e", tokens=8, version=V1, least_step=1)
+    place = next(server for server in table.servers.values() if "0:e" in server.tokens_by_uid)
+    failing(table, "0:f", place)
+    table.ended("0:e", is_answered=True)
+    failing(table, "0:g", place)
+    assert place.state is ServerState.READY, "it has answered one in between"
+
+
+def test_blame_is_forgotten_after_a_while() -> None:
+    now = [0.0]
+    table = table_of(2)
+    table.clock = lambda: now[0]
+    first = table.servers["generation_server/0"]
+    failing(table, "0:a", first)
+    now[0] = BLAME_LASTS_S + 1.0
+    failing(table, "0:b", first)
+    assert first.state is ServerState.READY
+
+
+def test_a_server_that_cannot_be_reached_is_suspect_at_once() -> None:
+    table = table_of(2)
+    first = table.servers["generation_server/0"]
+    other = table.route("0:a", tokens=8, version=V1, least_step=1, lost_url=first.url)
+    assert first.state is ServerState.SUSPECT and other is table.servers["generation_server/1"]
+
+
+@settings(deadline=None)
+@given(
+    num_servers=st.integers(1, 4),
+    sick=st.sets(st.integers(0, 3)),
+    poisoned=st.sets(st.integers(0, 11)),
+    order=st.lists(st.integers(0, 11), max_size=120),
+)
+def test_prompts_that_no_server_answers_end_and_cost_neither_servers_nor_other_prompts(
+    num_servers: int, sick: set[int], poisoned: set[int], order: list[int]
+) -> None:
+    table, now, num_tokens = table_of(num_servers), [0.0], 0
+    table.clock = lambda: now[0]
+    sick = sick - {0}
+    is_sick = {name: int(name.rpartition("/")[2]) in sick for name in table.servers}
+    budgets, since, failed_url = {}, {}, dict[int, str]()
+    ended = dict[int, bool]()
+    for number in order + list(range(12)) * 60:
+        now[0] += 0.5
+        for server in table.needing(V1):
+            bring_to(table, server, V1)
+        if number in ended:
+            continue
+        uid = f"0:{number}"
+        server = table.route(uid, tokens=8, version=V1, least_step=1, failed_url=failed_url.pop(number, ""))
+        if len(poisoned) < 2:
+            assert all(is_sick[each.name] or each.state is ServerState.READY for each in table.servers.values())
+        if server is None:
+            continue
+        if number not in poisoned and not is_sick[server.name]:
+            num_tokens += 1
+            table.ended(uid, is_answered=True)
+            ended[number] = True
+            continue
+        failed_url[number] = server.url
+        budget = budgets.setdefault(number, FailureBudget(num_servers))
+        if budget.is_spent_by(server.url, others_go_on=num_tokens > since.get(number, 0)):
+            table.ended(uid, is_answered=False)
+            ended[number] = False
+        since[number] = num_tokens
+    assert ended == {number: number not in poisoned for number in range(12)}
+    now[0] += PAUSES_S[-1]
+    for server in table.needing(V1):
+        bring_to(table, server, V1)
+    assert all(server.state is ServerState.READY for server in table.servers.values())
 
 
 def test_a_busy_server_gets_what_others_have_no_room_for_until_it_answers_a_probe() -> None:

@@ -21,7 +21,7 @@ def test_nothing_is_ready_that_was_not_told_and_verified_since_it_was_last_silen
     events: list[tuple[ServerEvent, float]],
 ) -> None:
     server, now = fresh(), 0.0
-    has_been_told = is_verified = False
+    has_been_told = is_verified = is_blamed = False
     for event, passed_s in events:
         now += passed_s
         before = server.state
@@ -34,6 +34,10 @@ def test_nothing_is_ready_that_was_not_told_and_verified_since_it_was_last_silen
                 has_been_told = False
             case "silent":
                 is_verified = False
+            case "blamed" if is_verified:
+                is_verified, is_blamed = False, True
+            case "excused":
+                is_verified |= is_blamed
             case "not updated":
                 has_been_told = False
         if server.state is ServerState.READY:

@@ -23,7 +23,6 @@ from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agent_processes import AgentHostError, AgentProcesses
 from corral.workers.rollout.programs import AgentProgram
-from corral.workers.rollout.turn_journal import TurnJournal
 from corral.workers.sandbox.curtain import draw_curtain
 from tests.workers.data.tiny_tokenizer import EOS, ids_of, write_tokenizer
 from tests.workers.rollout import some_agents
@@ -351,6 +350,16 @@ def test_turns_of_an_episode_whose_process_is_lost_are_made_once_where_it_can_be
     assert not rig.trial.turns_path.exists() or not list(rig.trial.turns_path.iterdir())
 
 
+def test_turns_that_cannot_be_kept_cost_no_prompt(tmp_path: Path, folder: Path) -> None:
+    (folder / "go").touch()
+    with RolloutRig(
+        tmp_path, ["1+1="], rollout=plays("waits_between", episode={"can_replay": True}), group_size=1
+    ) as rig:
+        rig.trial.turns_path.write_text("no folder")  # as good as a full disk: nothing can be written below it
+        rig.run_until(lambda: len(rig.received) == 1, "the episode")
+    assert rig.outcomes() == {"0": "finished"}
+
+
 def test_no_turn_is_kept_of_a_prompt_that_is_dropped(tmp_path: Path, folder: Path) -> None:
     rollout = plays("fails_at_first", episode={"can_replay": True})
     with RolloutRig(tmp_path, ["1+1=", "1+2="], rollout=rollout, group_size=1) as rig:
@@ -365,8 +374,8 @@ def test_a_rollout_worker_goes_on_behind_the_turns_that_the_one_before_it_has_se
 ) -> None:
     rollout = plays("waits_between", episode={"can_replay": True})
     with RolloutRig(tmp_path, ["1+1="], rollout=rollout, group_size=1) as rig:
-        turns = TurnJournal(rig.trial.turns_path)
-        rig.run_until(lambda: turns.open("0:0", 0).num_turns == 2, "two turns")
+        turns = rig.trial.turns_path
+        rig.run_until(lambda: sum(path.read_bytes().count(b"\n") for path in turns.glob("*")) == 2, "two turns")
         (folder / "go").touch()
         rig.run_until(lambda: len(rig.received) == 1, "the episode")
         assert rig.server.num_requests == 3

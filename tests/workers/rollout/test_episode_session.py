@@ -12,7 +12,7 @@ from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.server import EngineServer
-from corral.workers.episodes.turn_request import EpisodeEndedError, TurnRequest
+from corral.workers.episodes.turn_request import EpisodeEndedError, RequestRefusedError, TurnRequest
 from corral.workers.rollout.episode_session import EpisodeSession
 from corral.workers.rollout.generation_client import GenerationClient, Setback
 from corral.workers.rollout.turn_journal import TurnJournal
@@ -140,8 +140,10 @@ def test_an_episode_that_is_played_again_makes_only_what_it_had_not_come_to(mode
     journal = TurnJournal(tmp_path / "turns")
 
     async def episode(opened: Callable[..., EpisodeSession]) -> None:
-        first = (await opened(journal=journal.open("0:a", 0)).generate(PROMPT, TurnRequest(max_new_tokens=4))).answer
-        again = opened(journal=journal.open("0:a", 0))
+        first = (
+            await opened(journal=await journal.open("0:a", 0)).generate(PROMPT, TurnRequest(max_new_tokens=4))
+        ).answer
+        again = opened(journal=await journal.open("0:a", 0))
         kept = (await again.generate(PROMPT, TurnRequest(max_new_tokens=4))).answer
         assert (kept.output_ids, kept.logprobs, kept.spans) == (first.output_ids, first.logprobs, first.spans)
         await again.generate([*PROMPT, *kept.output_ids, 7], TurnRequest())
@@ -157,5 +159,22 @@ def test_an_episode_whose_time_is_up_has_no_further_turn(model: Path) -> None:
                 await session.generate(PROMPT, TurnRequest())
             assert ended.value.reason == session.ended == "time"
         assert session.log.branches == []
+
+    play(model, episode)
+
+
+def test_a_turn_that_the_worker_or_its_servers_fail_at_is_known_to_be_no_fault_of_the_request(model: Path) -> None:
+    async def episode(opened: Callable[..., EpisodeSession]) -> None:
+        errors = [OSError(28, "no space"), RequestRefusedError("x", kind="server_error"), RequestRefusedError("x")]
+        for error in errors:
+
+            async def fail(*given: object, error: Exception = error) -> str | None:
+                raise error
+
+            session = opened()
+            session.client = replace(session.client, route=fail)
+            with pytest.raises(type(error)):
+                await session.generate(PROMPT, TurnRequest())
+            assert session.failure is (None if error is errors[-1] else error)
 
     play(model, episode)

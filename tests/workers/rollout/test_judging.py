@@ -8,6 +8,8 @@ import math
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -101,6 +103,16 @@ async def counts(problem: Mapping[str, Any], answer: str) -> tuple[float, dict[s
     return len(answer), {"digits": sum(map(str.isdigit, answer))}
 
 
+def prints(problem: Mapping[str, Any], answer: str) -> float:
+    print("judged", answer)
+    print("x" * 100_000, file=sys.stderr, flush=True)
+    return float(problem["value"])
+
+
+async def awaits_and_prints(problem: Mapping[str, Any], answer: str) -> float:
+    return prints(problem, answer)
+
+
 def says_more(problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, float]]:
     return 1.0, {"more": problem["value"], "huge": 10**400}
 
@@ -175,6 +187,24 @@ def test_whatever_a_reward_raises_on_every_try_is_a_failure_with_its_cause(error
 def test_a_reward_that_is_no_finite_float32_is_a_failure(judges: Any) -> None:
     failures = judged(judges(), *({"do": "", "value": value} for value in (math.nan, math.inf, -math.inf, 1e39)))
     assert all("last: ValueError: a reward must be a finite float32" in str(failure) for failure in failures)
+
+
+@pytest.mark.parametrize("reward", ["prints", "awaits_and_prints"])
+def test_a_reward_that_prints_into_a_full_log_judges_as_ever(reward: str) -> None:
+    program = f"""
+import asyncio
+from corral.experiments.config.rollout import RewardConfig, reward_parts
+from corral.workers.rollout.judging import RewardJudge
+from corral.workers.sandbox.curtain import Curtain
+from {HERE} import ANSWER, Characters
+spec = RewardConfig(reward=reward_parts("{HERE}:{reward}"), reward_retries=0, reward_processes=1)
+judge = RewardJudge(spec, Characters(), stop_token_ids={{0, 1}}, curtain=Curtain())
+(one,) = asyncio.run(judge.judge({{"value": 3.0}}, [ANSWER]))
+judge.close()
+assert one.reward == 3.0
+"""
+    with open("/dev/full", "wb") as full:
+        subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, check=True, timeout=120)
 
 
 def test_numbers_that_nothing_is_trained_on_cost_no_answer_though_they_are_not_finite(judges: Any) -> None:

@@ -17,7 +17,9 @@ from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.delivery.messages import VerdictKind
 from corral.workers.delivery.spool import Spool
 from corral.workers.manager import gserver_manager
+from corral.workers.manager.servers import ServerState
 from corral.workers.requests.manager_messages import Allocate, Allocation
+from corral.workers.rollout import generation_client
 from tests.workers.checkpoint.test_committed_ledger import Trainer
 from tests.workers.data.tiny_tokenizer import ids_of
 from tests.workers.rollout.rollout_rig import EOS, FakeGenerationServer, RolloutRig
@@ -38,7 +40,7 @@ def fails_for_one(problem: Mapping[str, Any], answer: str) -> float:
 def test_a_worker_asks_once_and_gets_a_prompt_when_the_gate_opens(
     rollout: Mapping[str, Any], train_batch_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gserver_manager, "_LONGEST_TURN_S", 600.0)
+    monkeypatch.setattr(gserver_manager, "LONGEST_TURN_S", 600.0)
     asked: list[Allocate] = []
     with RolloutRig(tmp_path, ["1+2="] * 3, rollout=rollout, train_batch_size=train_batch_size) as rig:
         allocate = rig.manager._allocate
@@ -113,7 +115,20 @@ def test_a_busy_server_is_asked_again_and_answers_keep_their_tokens(tmp_path: Pa
         assert rig.num_retried() == 0, "nothing was wrong with the server"
 
 
-def test_a_server_that_fails_is_brought_back_before_it_is_asked_again(tmp_path: Path) -> None:
+def test_a_prompt_that_no_server_can_answer_is_dropped_and_counted_and_benches_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation_client, "_PAUSES_S", (0.02,))
+    with RolloutRig(tmp_path, ["1+1=", "9", "2+2="], rollout={}) as rig:
+        rig.server.refuse = lambda prompt: 500 if len(prompt) == 1 else 200
+        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
+        outcomes = rig.outcomes()
+        assert outcomes["0"] == outcomes["2"] == "finished"
+        assert outcomes["1"].startswith("server_error: ") and "it answered 500" in outcomes["1"]
+        assert {server.state for server in rig.manager._table.servers.values()} == {ServerState.READY}
+
+
+def test_a_prompt_that_a_server_fails_at_is_asked_again(tmp_path: Path) -> None:
     with RolloutRig(tmp_path, ["1+1="], rollout={}) as rig:
         rig.server.refuse = lambda prompt: 500 if rig.server.num_requests <= 2 else 200
         rig.run_until(lambda: len(rig.received) == 1, "one prompt")
