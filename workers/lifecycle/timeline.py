@@ -86,14 +86,19 @@ class Timeline(Closing):
             self._thread.join(timeout=_LEAVE_S)
 
     def _write_on(self) -> None:
-        try:
-            self._folder.mkdir(mode=0o700, exist_ok=True)
-            while not self._closed.wait(_FLUSH_S):
+        is_told = False
+        while True:
+            is_last = self._closed.wait(_FLUSH_S)
+            try:
+                self._folder.mkdir(mode=0o700, exist_ok=True)
                 self._write()
-            self._write()
-        except (OSError, ValueError) as error:  # of a disk, or of a name that is no Unicode
-            self._closed.set()
-            logger.warning("the timeline of %s ends here: %s", self._clock.worker, error)
+            except (OSError, ValueError) as error:  # of a disk, or of a name that is no Unicode
+                self._written = None
+                if not is_told:
+                    logger.warning("the timeline of %s lacks spans from now on: %s", self._clock.worker, error)
+                is_told = True
+            if is_last:
+                return
 
     def _write(self) -> None:
         if not self._waiting:

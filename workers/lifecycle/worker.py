@@ -335,7 +335,7 @@ def run_to_exit_code(make: Callable[[WorkerContext], Worker], context: WorkerCon
             exit_code, cause = WorkerExit.CANNOT_CONTINUE, str(damage)
         else:
             logger.error("%s failed:\n%s", worker_id, traceback.format_exc())
-            exit_code = WorkerExit.NO_ROOM if any(map(_is_no_room, causes)) else WorkerExit.ERROR
+            exit_code = WorkerExit.NO_ROOM if any(map(is_no_room, causes)) else WorkerExit.ERROR
             cause = f"{type(error).__name__}: {error}"
     else:
         logger.info("%s is done", worker_id)
@@ -365,7 +365,8 @@ def _causes_of(error: BaseException) -> Iterator[BaseException]:
         yield from _causes_of(error.__cause__)
 
 
-def _is_no_room(error: BaseException) -> bool:
+def is_no_room(error: BaseException) -> bool:
+    """Whether a disk is full, or a quota used up: what fails of it waits for room, and is charged to no budget."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

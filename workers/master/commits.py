@@ -14,6 +14,7 @@ training.
 """
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -100,6 +101,8 @@ class Commits(AsyncClosing):
         self.committed_step = self.begun_step = epoch.first_step
         self._in_flight: asyncio.Task[None] | None = None
         self._failed_in_a_row = 0
+        self._lacks_room = False
+        """Whether that was for want of room, the last time."""
         self._writing_s = 0.0
 
     async def close(self) -> None:
@@ -136,7 +139,8 @@ class Commits(AsyncClosing):
         """Wait until nothing is on its way.
 
         Raises:
-            CommitFailedError: no commit could be written for some time.
+            CommitFailedError: no commit could be written for some time; OSError if that was for want of room, and then
+                the master leaves, to begin again once there is some.
             GangLostError: a model worker died, or did not end in time.
             SupersededError, StoppedError, DoneError: another process decides about the trial now.
         """
@@ -223,6 +227,7 @@ class Commits(AsyncClosing):
         epoch, checkpoint = self._epoch, moment.checkpoint
         written = dict(zip(epoch.roles, await all_or_first_error(*map(self._gang.written, epoch.roles)), strict=True))
         problems = {worker: text for one in written.values() for worker, text in one.problems.items()}
+        self._lacks_room = any(one.lacks_room for one in written.values())
         if moment.published is not None and not problems:
             problems = await self._weights.find_damage(moment.published)
         if problems:
@@ -279,7 +284,8 @@ class Commits(AsyncClosing):
         text = f"step {step} could not be committed"
         await self._tell(step, is_alarm=True, text=text, causes=causes)
         if self._failed_in_a_row >= _MOST_FAILURES:
-            raise CommitFailedError(f"{text}, as {_MOST_FAILURES} in a row could not: {causes[0]}")
+            text = f"{text}, as {_MOST_FAILURES} in a row could not: {causes[0]}"
+            raise OSError(errno.ENOSPC, text) if self._lacks_room else CommitFailedError(text)
 
     async def _tell(self, step: int, *, is_alarm: bool, text: str, causes: list[str]) -> None:
         details = f"the last commit is that of step {self.committed_step}"

@@ -75,6 +75,8 @@ class WrittenFiles:
     weights: Mapping[str, FileEntry]
     problems: Mapping[str, str]
     """What the file system said, by worker; empty where all files are on disk."""
+    lacks_room: bool = False
+    """Whether a disk is full."""
 
 
 class Arrivals:
@@ -298,4 +300,5 @@ def _joined(replies: Mapping[str, ReplyPayload]) -> WrittenFiles:
         state={name: entry for reply in told.values() for name, entry in reply.state.items()},
         weights={name: entry for reply in told.values() for name, entry in reply.weights.items()},
         problems={worker: reply.failed_because for worker, reply in told.items() if reply.failed_because},
+        lacks_room=any(reply.lacks_room for reply in told.values()),
     )

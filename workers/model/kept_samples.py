@@ -103,6 +103,8 @@ class KeptSamples(Closing):
             pyarrow.parquet.write_table(table, part, compression="zstd")
             part.rename(path)
             self._remove_oldest()
+        except OSError as error:  # a disk that is full now
+            logger.warning("samples of step %d are not kept for reading: %s", version + 1, error)
         except Exception:  # whatever is wrong with what is only read, training goes on
             logger.exception("samples of step %d cannot be kept for reading", version + 1)
             self._most = 0

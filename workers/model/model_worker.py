@@ -44,7 +44,7 @@ from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.keys import merge_keys
 from corral.workers.backends.parallel_context import mesh_contexts
-from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerContext
+from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerContext, is_no_room
 from corral.workers.model.data_plane import DataPlane
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.gang import joined_gang
@@ -160,7 +160,7 @@ def _outcome(write: Write, on_progress: Callable[[], None]) -> WrittenReply:
         return write(on_progress=on_progress)
     except OSError as error:
         # A full disk ends this save and not the rank, whose weights are ahead of every commit.
-        return WrittenReply(failed_because=f"{type(error).__name__}: {error}")
+        return WrittenReply(failed_because=f"{type(error).__name__}: {error}", lacks_room=is_no_room(error))
 
 
 class ModelWorker(Worker):

@@ -335,6 +335,8 @@ class WrittenReply(MessageBody, frozen=True, tag="written"):
     state: dict[str, FileEntry] = {}
     weights: dict[str, FileEntry] = {}
     failed_because: str = ""
+    lacks_room: bool = False
+    """Whether that was for want of room on the disk."""
     """What the file system answered instead; the files are of no use then."""
 
 

@@ -1,6 +1,7 @@
 """What a worker keeps of when it did what: bounded, private, on the trial's clock, and in nobody's way."""
 
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from corral.experiments.trial.spans import PHASES, STEPS, Clock, Span, spans_path
 from corral.experiments.trial.worker_record import MASTER, WorkerRecord
 from corral.launcher.timeline.reader import spans_of, steps_of
+from corral.workers.lifecycle import timeline as timeline_module
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.timeline import Timeline
 from tests.name_services import MemoryNameService, MemoryStore
@@ -85,16 +87,24 @@ def test_half_a_line_of_a_process_that_died_harms_no_other(tmp_path: Path) -> No
 
 
 def test_nothing_is_kept_where_nothing_is_wanted_and_a_disk_that_refuses_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Timeline(tmp_path / "none", clock(), max_mb=0) as timeline:
         timeline.record(span(0.0, 1.0))
     assert not (tmp_path / "none").exists()
     (tmp_path / "file").write_text("where the folder should be")
+    monkeypatch.setattr(timeline_module, "_FLUSH_S", 0.01)
     with Timeline(tmp_path / "file", clock(), max_mb=1) as timeline:
         timeline.record(span(0.0, 1.0))
+        while not caplog.records:
+            time.sleep(0.01)
+        (tmp_path / "file").unlink()  # there is room again
+        while not spans_path(tmp_path / "file", WORKER).exists():
+            timeline.record(span(2.0, 3.0))
+            time.sleep(0.01)
     (told,) = [record.message for record in caplog.records]
-    assert told.startswith(f"the timeline of {WORKER} ends here")
+    assert told.startswith(f"the timeline of {WORKER} lacks spans from now on")
+    assert {one.start_s for one in spans_of(tmp_path / "file")} == {2.0}
 
 
 def test_spans_belong_to_the_step_in_which_they_began_as_it_was_trained_last(tmp_path: Path) -> None:

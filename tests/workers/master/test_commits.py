@@ -1,6 +1,7 @@
 """Commits that are written while the next steps are trained, with a real trial directory and log."""
 
 import asyncio
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -167,17 +168,25 @@ def test_a_disk_that_is_full_for_a_while_costs_a_commit_and_no_step(
     assert {path.name[:13] for path in trial.checkpoints_path.iterdir()} == {"step-00000004", "step-00000005"}
 
 
-def test_a_disk_that_stays_full_ends_the_trial_at_its_last_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(errno.ENOSPC, WorkerExit.NO_ROOM), (errno.EDQUOT, WorkerExit.NO_ROOM), (errno.EIO, WorkerExit.CANNOT_CONTINUE)],
+)
+def test_a_trial_waits_for_room_on_a_disk_that_stays_full_and_ends_where_it_stays_broken(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+    exit_code: WorkerExit,
 ) -> None:
     plan, trial = trial_of(tmp_path, "control.commit_every_steps=1", "supervision.max_restarts=0")
     fulls = iter([False])
-    gang = Gang(until_written=lambda: refuse(is_full=next(fulls, True)))
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.CANNOT_CONTINUE
+    gang = Gang(until_written=lambda: refuse(is_full=next(fulls, True), number=number))
+    assert run_master(plan, trial, gang, monkeypatch) == exit_code
     assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage] == [1]
-    assert "as 3 in a row could not: model_worker/0: [Errno 28] No space left on device" in caplog.text
+    assert f"as 3 in a row could not: model_worker/0: [Errno {number}] No space left on device" in caplog.text
 
 
-async def refuse(*, is_full: bool) -> None:
+async def refuse(*, is_full: bool, number: int = errno.ENOSPC) -> None:
     if is_full:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, "No space left on device")

@@ -26,7 +26,7 @@ from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 from corral.workers.checkpoint.ledger import read_delta
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights
 from corral.workers.lifecycle.presence import Presence
-from corral.workers.lifecycle.worker import WorkerContext, run_to_exit_code
+from corral.workers.lifecycle.worker import WorkerContext, is_no_room, run_to_exit_code
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.sample_source import BufferedSample
@@ -174,7 +174,8 @@ class Gang:
             await self.until_written()
             entry = await asyncio.to_thread(write_durable, path, [b"{}"])
         except OSError as error:
-            return WrittenFiles(state={}, weights={}, problems={"model_worker/0": str(error)})
+            problems = {"model_worker/0": str(error)}
+            return WrittenFiles(state={}, weights={}, problems=problems, lacks_room=is_no_room(error))
         return WrittenFiles(state={path.name: entry}, weights={}, problems={})
 
     def still_writing(self) -> list[str]:

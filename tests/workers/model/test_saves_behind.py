@@ -42,7 +42,7 @@ def test_a_full_disk_is_an_answer_and_the_next_save_is_made(saves: SavesBehind, 
     saves.begin("actor", full)
     assert told.wait(_DEADLINE_S)
     why = "OSError: [Errno 28] No space left on device: '/w/state'"
-    assert saves.written("actor") == WrittenReply(state={}, weights={}, failed_because=why)
+    assert saves.written("actor") == WrittenReply(state={}, weights={}, failed_because=why, lacks_room=True)
     told.clear()
     saves.begin("actor", at_once)
     assert told.wait(_DEADLINE_S)
