@@ -14,7 +14,7 @@ from corral.experiments.checks.training import check_layouts
 from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.config.rollout import RewardConfig
 from corral.experiments.config.tracking import PACKAGE_BY_TRACKER, TrackingConfig
-from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, split_remedy
+from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, did_you_mean, split_remedy
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
 from corral.experiments.inputs.parameters import check_lora
@@ -171,6 +171,12 @@ def _of_evaluation(experiment: Experiment, evaluation: EvaluationConfig) -> Iter
             "without generation servers held-out problems are answered once, by the most likely tokens up to their end",
             "leave out answers_per_problem, vote, sampling.temperature and sampling.stop of evaluation",
             path=("evaluation",),
+        )
+    if experiment.generates and evaluation.best is not None and evaluation.best.metric not in evaluation.metrics:
+        yield ConfigProblem(
+            f"an evaluation has no number {evaluation.best.metric!r}",
+            did_you_mean(evaluation.best.metric, evaluation.metrics, f"there are {', '.join(evaluation.metrics)}"),
+            path=("evaluation", "best", "metric"),
         )
     if kind in ("prompts", "answers"):
         path = ("evaluation", "sampling", "max_new_tokens")

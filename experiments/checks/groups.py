@@ -9,6 +9,7 @@ from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.worker_information import WorkerKind
 
 # What the file leaves open, only the cluster can tell.
+_LEAST_MEM_MB = 200  # a worker without torch has 150 MB once it has imported its modules
 _ANY_NODE = NodeShape(cpus=1 << 20, gpus=1 << 12, mem_mb=1 << 40)
 
 
@@ -36,6 +37,13 @@ def check_groups(groups: GroupsConfig, expected_count: Mapping[WorkerKind, int |
                 f"remove the count, or {'write 1' if reason.endswith('one') else 'change the allocation'}",
                 path=(*path, "count"),
             )
+        for key, scheduling in group.given_schedulings():
+            if scheduling.mem < _LEAST_MEM_MB:
+                yield ConfigProblem(
+                    f"{scheduling.mem} MB of memory are too few for any worker: Python and its packages take more",
+                    f"a number without a unit is in MB; did you mean {scheduling.mem}G?",
+                    path=(*path, *key, "mem"),
+                )
         if kind != "generation_server" and group.scheduling is not None and group.scheduling.gpu > 1:
             yield ConfigProblem(
                 f"a worker drives at most 1 GPU, got {group.scheduling.gpu}",

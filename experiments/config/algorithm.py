@@ -96,7 +96,7 @@ class PPOConfig(FrozenConfig):
 
     algorithm: Annotated[str, AfterValidator(_known_algorithm)] | None = None
     """One of those in docs/algorithms.md, by its name, such as dapo: what it sets of these keys, where the file does not. None: GRPO's advantages with the decoupled loss, and every token weighs the same."""  # noqa: E501
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=65536)
     """Answers sampled for one prompt."""
     n_minibatches: int = Field(default=1, ge=1)
     """Optimizer steps that one pass over the batch is cut into; the policy version rises once per train step."""

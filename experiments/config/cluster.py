@@ -122,7 +122,7 @@ class SupervisionConfig(FrozenConfig):
 class ElasticConfig(FrozenConfig):
     """Further workers of a group, each a job of its own that may come and go while the trial runs."""
 
-    count: int = Field(ge=1)
+    count: int = Field(ge=1, le=100_000)
     """Number of such workers, beside the group's count."""
     scheduling: Scheduling | None = None
     """Resources of one; keys that are left out are as in the group."""
@@ -131,7 +131,7 @@ class ElasticConfig(FrozenConfig):
 class GroupConfig(FrozenConfig):
     """Overrides for one group of workers."""
 
-    count: int | None = Field(default=None, ge=1)
+    count: int | None = Field(default=None, ge=1, le=100_000)
     """Number of workers; None follows from the allocation (rollout workers: one per training rank)."""
     scheduling: Scheduling | None = None
     """Resources of one worker; in an experiment file, keys that are left out keep the default of the kind."""

@@ -189,7 +189,7 @@ class EvaluationSampling(SamplingConfig):
 
     max_new_tokens: int = Field(default=64, ge=1)
     """Longest answer in tokens; where rows are preferences, nothing is answered."""
-    temperature: float = Field(default=0.0, ge=0.0)
+    temperature: float = Field(default=0.0, ge=0.0, le=100.0)
     """Divides the logits; 0.0 takes the most likely token each time."""
 
 
@@ -230,7 +230,7 @@ class EvaluationConfig(FrozenConfig):
     """Rows that all ranks, or all generation servers, together look at at a time."""
     sampling: EvaluationSampling = EvaluationSampling()
     """How answers are sampled."""
-    answers_per_problem: int = Field(default=1, ge=1)
+    answers_per_problem: int = Field(default=1, ge=1, le=65536)
     """With more than one, accuracy is that of all answers, and eval/pass@k says how often one of k answers is right."""
     correct: Annotated[float | str, BeforeValidator(_number_or_name)] = 1.0
     """Which answers accuracy, pass@k and majority count as right: those with at least this reward; or the name of a part of `rollout.reward`, whose own number, before its weight, has to be at least 1."""  # noqa: E501
@@ -254,6 +254,14 @@ class EvaluationConfig(FrozenConfig):
         if isinstance(self.correct, str):
             return parts[self.correct] >= 1.0 if self.correct in parts else None
         return reward >= self.correct
+
+    @property
+    def metrics(self) -> list[str]:
+        """Numbers of an evaluation by generation servers, by their names in metrics.jsonl without eval/."""
+        names = ["accuracy", "reward/mean", "response_length/mean", "problems", "unjudged"]
+        names += [f"pass@{2**k}" for k in range(1, self.answers_per_problem.bit_length())]
+        names += ["majority"] if self.vote else []
+        return [f"{dataset}/{name}" if dataset else name for dataset in self.datasets for name in names]
 
     @property
     def frequency(self) -> Frequency:

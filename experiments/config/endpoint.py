@@ -62,5 +62,5 @@ class JudgeConfig(FrozenConfig):
 
     path: Path
     """Directory of the model in Hugging Face's format, with a chat template."""
-    servers: int = Field(default=1, ge=1)
+    servers: int = Field(default=1, ge=1, le=100_000)
     """How many of the allocation's generation servers serve it, the last ones; the others answer for the policy."""

@@ -28,7 +28,7 @@ class MuonConfig(FrozenConfig):
     """Whether the newest gradient counts once more beside that average."""
     newton_schulz_steps: int = Field(default=5, ge=1, le=100)
     """Iterations that orthogonalize a matrix."""
-    lr_ratio: float = Field(default=1.0, gt=0.0)
+    lr_ratio: float = Field(default=1.0, gt=0.0, le=1e6)
     """Learning rate of these matrices, in units of `lr`. At 1 their updates are about as large as AdamW's."""
 
 
@@ -40,9 +40,9 @@ class OptimizerConfig(FrozenConfig):
     the layers, and AdamW for embeddings, output, norms and biases."""
     muon: MuonConfig | None = None
     """Settings of `type: muon`; none: their defaults."""
-    lr: float = Field(default=2e-5, gt=0.0)
+    lr: float = Field(default=2e-5, gt=0.0, le=1.0)
     """Peak learning rate."""
-    weight_decay: float = Field(default=0.05, ge=0.0)
+    weight_decay: float = Field(default=0.05, ge=0.0, le=10.0)
     """Decoupled weight decay, per step and multiplied by the learning rate."""
     decays_biases_and_norms: bool = False
     """Whether biases and the weights of norms decay as matrices and embeddings do; usually they are left out."""

@@ -120,7 +120,7 @@ class SamplingConfig(FrozenConfig):
 
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer in tokens."""
-    temperature: float = Field(default=1.0, gt=0.0)
+    temperature: float = Field(default=1.0, gt=0.0, le=100.0)
     """Divides the logits, in generation and in the training loss alike. Rows may say another (dataset.columns)."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of the probability mass that is sampled from; 1.0 is all."""
@@ -159,7 +159,7 @@ class RewardConfig(FrozenConfig):
     """Deadline of one reward call, counted from when the function is called."""
     reward_retries: int = Field(default=2, ge=0)
     """Further tries of a failed reward or agent; then the prompt is dropped and counted, never given a reward of 0."""
-    reward_processes: int | None = Field(default=None, ge=1)
+    reward_processes: int | None = Field(default=None, ge=1, le=4096)
     """Processes of each rollout worker that call a plain reward, one call each at a time; None is as many as it has CPUs, but 4 to 16. Calls of an async reward share one. Each part of a reward has its own."""  # noqa: E501
 
 
@@ -206,7 +206,7 @@ class EpisodeConfig(FrozenConfig):
 class RolloutConfig(GenerationConfig):
     """The asynchronous side of the trial."""
 
-    max_head_offpolicyness: int = Field(default=1, ge=0)
+    max_head_offpolicyness: int = Field(default=1, ge=0, le=100)
     """Eta: no token that is trained on is more than this many policy versions old; 0 is synchronous."""
     demonstrations: str | None = None
     """Field of rows with an answer that stands in the group for one of the policy's, and is judged as those are; rows without it, and answers that are too long, are as ever. Its tokens count as made with probability 1: see `ppo.algorithm: luffy` and `sft_mix`."""  # noqa: E501
@@ -235,7 +235,7 @@ class RolloutConfig(GenerationConfig):
     agent_timeout_s: float = Field(default=300.0, gt=0.0)
     """How long an agent may wait at a time for something that is neither an answer nor a reward, and how long it may
     keep the event loop to itself; those have deadlines of their own."""
-    agent_processes: int = Field(default=2, ge=1)
+    agent_processes: int = Field(default=2, ge=1, le=4096)
     """Processes of each rollout worker that an agent of your own or an environment runs in, many episodes in each at a
     time."""
     episode: EpisodeConfig = EpisodeConfig()

@@ -123,9 +123,9 @@ def _site_profile() -> list[Path]:
 def _named_profile(wanted: str) -> Path:
     place = f"--profile {shorten(wanted)}"
     if "/" in wanted or wanted.endswith((".yaml", ".yml")):
-        if not Path(wanted).expanduser().is_file():
+        if not Path(os.path.expanduser(wanted)).is_file():
             raise ConfigError.of(f"there is no profile {shorten(wanted)}", hint="give an existing file", place=place)
-        return Path(wanted).expanduser()
+        return Path(os.path.expanduser(wanted))
     folders = [_user_folder() / "profiles", SITE_FOLDER / "profiles"]
     for folder in folders:
         if (folder / f"{wanted}.yaml").is_file():

@@ -5,7 +5,7 @@ JSON without refusing paths and tuples; hence the detour over JSON text.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -19,6 +19,7 @@ from corral.experiments.errors import (
     closest,
     did_you_mean,
     dotted,
+    leaves,
     shorten,
     show_value,
     split_remedy,
@@ -27,6 +28,7 @@ from corral.experiments.loading.field_words import meant_by
 from corral.experiments.loading.schema import field_at, key_paths, model_at, purpose
 
 Model = TypeVar("Model", bound=BaseModel)
+_LARGEST = 1_000_000_000
 
 
 def validate(model: type[Model], data: Mapping[str, Any], source: ConfigSource) -> Model:
@@ -35,10 +37,29 @@ def validate(model: type[Model], data: Mapping[str, Any], source: ConfigSource) 
     Raises:
         ConfigError: with one problem per mistake, each naming its line.
     """
+    huge = list(_huge_numbers(data, model, source))
     try:
-        return model.model_validate_json(json.dumps(data), strict=True)
+        checked = model.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
-        raise ConfigError(explain(error, model, source)) from error
+        problems = explain(error, model, source)
+        known = {problem.path for problem in problems}
+        raise ConfigError([*problems, *(one for one in huge if one.path not in known)]) from error
+    if huge:
+        raise ConfigError(huge)
+    return checked
+
+
+def _huge_numbers(data: Mapping[str, Any], model: type[BaseModel], source: ConfigSource) -> Iterator[ConfigProblem]:
+    """Numbers of ours that are larger than any trial could use, and that timers and counters could not hold."""
+    for path, value in leaves(data):
+        if isinstance(value, int | float) and abs(value) > _LARGEST and field_at(model, path) is not None:
+            yield ConfigProblem(
+                f"{dotted(path)} must be at most {_LARGEST:,}",
+                f"{path[-1]}: {purpose(model, path)}",
+                path=path,
+                shown=show_value(value),
+                place=source.place(path),
+            )
 
 
 def explain(error: ValidationError, model: type[BaseModel], source: ConfigSource) -> list[ConfigProblem]:

@@ -71,6 +71,8 @@ class EvaluationResult(FrozenConfig):
     """Problems that were answered."""
     num_unjudged: int = 0
     """Answers that the reward failed on; accuracy and mean reward leave them out."""
+    failure: str = ""
+    """Why the first of them has no reward."""
     seconds: float
     """Time that answering and judging took, over all starts of the job."""
     num_starts: int
@@ -113,6 +115,8 @@ class EvaluationProgress(FrozenConfig):
     sums: dict[str, float]
     seconds: float
     num_starts: int
+    failure: str = ""
+    """Why the first answer without a reward has none."""
 
 
 def result_path(folder: Path, step: int) -> Path:

@@ -1,9 +1,12 @@
-"""What all commands share: exit codes, options, and errors as one message that a user can act on.
+"""What all commands share: exit codes, options, files that they write, and errors as one message for a user.
 
 Each command imports what it needs when it runs, so that it answers at once.
 """
 
+import errno
+import io
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +28,8 @@ Output = Literal["table", "json"]
 """Forms of what a command prints, of those that know two."""
 
 FILEROOT_HELP = "Folder of the trials; default $CORRAL_FILEROOT, else ~/corral."
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+_INTERRUPTED = 130  # Ctrl-C, as shells say it
 TRIAL_HELP = "A trial's name, experiment/trial, or the path of its directory."
 Fileroot = Annotated[Path | None, typer.Option(metavar="DIR", help=FILEROOT_HELP)]
 
@@ -34,13 +39,37 @@ def run(command: Callable[..., None], arguments: Sequence[str] | None = None) ->
     # Plain help, and usage errors in the form of all others: what a frame wraps cannot be searched or copied.
     app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(user_errors()(command))
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # the caller has closed it
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a file's name may be no text
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        for argument in given:
+            _check_argument(argument)
+        code = app(args=given, standalone_mode=False)
     except TyperException as error:
         program = os.path.basename(sys.argv[0])
         print(f"error: {_usage_message(error)}\n  hint: {program} --help shows what there is", file=sys.stderr)
         sys.exit(CommandExit.BAD_CONFIGURATION)
+    except typer.Abort:
+        sys.exit(_INTERRUPTED)
     sys.exit(code or 0)
+
+
+def _check_argument(argument: str) -> None:
+    """Refuses what is no text, and an empty one, which is a variable of a shell that is not set."""
+    option, _, _ = argument.partition("=")
+    if not argument or re.fullmatch(r"--[a-z-]+=", argument):
+        raise typer.BadParameter(f"{option or 'an argument'} is empty; leave it out, or set the variable behind it")
+    try:
+        is_text = "\0" not in argument and bool(argument.encode())
+    except UnicodeEncodeError:
+        is_text = False
+    if not is_text:
+        raise typer.BadParameter(
+            f"{argument!r} has characters that are no UTF-8 text; rename the file, or type it anew"
+        )
 
 
 def _usage_message(error: TyperException) -> str:
@@ -58,9 +87,8 @@ def user_errors() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # `rl-status | head -1` has seen enough; what is still buffered must not raise at the interpreter's end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
+        _drop_stdout()
+        raise typer.Exit(0) from None  # `rl-status | head -1` has seen enough
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
@@ -68,6 +96,48 @@ def user_errors() -> Iterator[None]:
         fail(str(error), error.exit_code)
     except TimeoutError as error:
         fail(str(error), CommandExit.ERROR)
+    except OSError as error:
+        if error.filename is None and error.errno in _OUTPUT_ERRORS:
+            _drop_stdout()
+            fail(f"the output cannot be written: {error.strerror}", CommandExit.ERROR)
+        fail(_file_message(error), CommandExit.BAD_CONFIGURATION)
+
+
+def _drop_stdout() -> None:
+    """What is still buffered must not raise at the interpreter's end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _file_message(error: OSError) -> str:
+    """Which file the file system refuses, and why."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "the current folder is not there any more; cd to a folder that exists, and try again"
+    reason = (error.strerror or str(error)).lower()
+    return f"{error.filename}: {reason}; name another path, or mend this one" if error.filename else reason
+
+
+def write_output(option: str, path: Path, data: bytes) -> None:
+    """Writes the file that an option of the command line names, whole or not at all.
+
+    Raises:
+        ConfigError: if there can be no file.
+    """
+    from corral.experiments.errors import ConfigError
+    from corral.experiments.trial.directory import atomic_write
+
+    reason = ""
+    try:
+        if os.path.lexists(path) and not path.is_file():
+            reason = "it is a folder" if path.is_dir() else "it is there, and is no regular file"
+        else:
+            atomic_write(path, data)
+    except OSError as error:
+        missing = path.parent if not path.parent.exists() else None
+        reason = f"there is no folder {missing}" if missing else (error.strerror or str(error)).lower()
+    if reason:
+        raise ConfigError.of(f"{option} {path} cannot be written: {reason}", hint="name a file in a folder that exists")
 
 
 def fail(message: str, code: CommandExit) -> NoReturn:
@@ -95,7 +165,7 @@ def find_in_time(files: "PatientFiles", name: str, fileroot: Path) -> "TrialFact
     from corral.launcher.trial.find import find_trial
 
     if name.startswith(("/", ".", "~")):
-        place = Path(name).expanduser().absolute()
+        place = Path(os.path.expanduser(name)).absolute()
     else:
         place = fileroot / name if "/" in name else fileroot / "*" / name
     return files.run(lambda: find_trial(name, fileroot), place)

@@ -3,6 +3,7 @@
 rl-status --install-completion      once; then  rl-logs gsm8k<TAB> gen<TAB>
 """
 
+import os
 from pathlib import Path
 
 import typer
@@ -37,7 +38,7 @@ def _fileroot(ctx: typer.Context) -> Path:
     from corral.launcher.trial.find import default_fileroot
 
     given = ctx.params.get("fileroot")
-    return Path(str(given)).expanduser() if given else default_fileroot()
+    return Path(os.path.expanduser(str(given))) if given else default_fileroot()
 
 
 def _workers(ctx: typer.Context) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 def doctor(
     partition: Annotated[str | None, typer.Option(metavar="NAME", help="Where the probe runs.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Check only what trials on this machine need.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Submit no probe to the nodes.")] = False,
     output: Annotated[Output, typer.Option("-o", "--output", help="For people, or for programs.")] = "table",
     fileroot: Fileroot = None,
@@ -28,10 +29,11 @@ def doctor(
 
     root = (fileroot or default_fileroot()).absolute()
     findings: list[Finding] = list(look_here(root))
-    missing = missing_commands()
-    findings.append(judge_commands(missing))
     is_reachable = True
-    if not missing:
+    missing = [] if local else missing_commands()
+    if not local:
+        findings.append(judge_commands(missing))
+    if not local and not missing:
         is_reachable, seen = look_at_cluster(root, partition=partition, is_quick=quick)
         findings += seen
     print(json.dumps([asdict(one) for one in findings], indent=1) if output == "json" else render(findings))

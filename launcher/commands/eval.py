@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from corral.experiments.exit_codes import CommandExit
+from corral.experiments.trial.mode import has_jobs
 from corral.launcher.commands.common import (
     TRIAL_HELP,
     Fileroot,
@@ -24,6 +25,8 @@ from corral.launcher.commands.completion import complete_trial
 if TYPE_CHECKING:
     from corral.launcher.evaluation.status import EvaluationReader, EvaluationStatus
 
+_LOCAL_HELP = "On this machine, one after the other; the default for a trial that was submitted with --local."
+_PARTITION_HELP = "A partition of the cluster; default: where the trial trains."
 _WAIT_TIMEOUT_S = 7 * 24 * 3600.0
 
 
@@ -34,11 +37,11 @@ def evaluate(
     ] = "latest",
     dataset: Annotated[Path | None, typer.Option(metavar="FILE", help="Other problems than the trial's own.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="Longest answer.")] = None,
-    local: Annotated[bool, typer.Option("--local", help="On this machine, one after the other.")] = False,
+    local: Annotated[bool, typer.Option("--local", help=_LOCAL_HELP)] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Until all have ended.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Only show what was asked for before.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Also steps that have a result already.")] = False,
-    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Default: where the trial trains.")] = None,
+    partition: Annotated[str | None, typer.Option(metavar="NAME", help=_PARTITION_HELP)] = None,
     minutes: Annotated[int, typer.Option(min=1, metavar="N", help="Time limit of one start of a job.")] = 60,
     output: Annotated[Output, typer.Option("-o", "--output", help="For people, or for programs.")] = "table",
     fileroot: Fileroot = None,
@@ -73,7 +76,7 @@ def evaluate(
     resources = EvaluationResources(plan, minutes=minutes, partition=partition)
     before = {status.step: status for status in EvaluationReader(folder).read([one.step for one in requests])}
     wanted = [request for request in requests if is_wanted(request, before[request.step], again=again)]
-    if local:
+    if local or (not has_jobs(facts.mode) and partition is None):
         here = {request.step: run_here(facts.directory, request, resources) for request in wanted}
         statuses = list((before | here).values())
     else:

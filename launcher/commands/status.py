@@ -64,15 +64,16 @@ def status(
         root, output=output, show_all=show_all, explain=explain, colour=wants_colour(), width=terminal_width()
     )
     look = page.all_trials if facts is None else partial(page.one_trial, facts)
-    if facts is not None and explain and output in ("table", "wide"):
-        look = partial(_with_times, look, facts.directory.timeline_path)
+    if facts is not None and output in ("table", "wide"):
+        look = partial(_with_times, look, facts.directory.timeline_path, most=None if explain else 1)
     if watch:
         _redraw(look)
     else:
         print(look())
 
 
-def _with_times(look: Callable[[], str], timeline: Path) -> str:
+def _with_times(look: Callable[[], str], timeline: Path, *, most: int | None) -> str:
+    """The page, and below it where the time of the last steps went: `most` sentences, the largest share first."""
     from corral.launcher.files.patient_files import PatientFiles
     from corral.launcher.timeline.sentence import said_of_latest
 
@@ -80,7 +81,7 @@ def _with_times(look: Callable[[], str], timeline: Path) -> str:
         said = PatientFiles().run(lambda: said_of_latest(timeline), timeline)
     except TimeoutError as error:
         said = [str(error)]
-    return "\n".join([look(), *(f"  time     {line}" for line in said)])
+    return "\n".join([look(), *(f"time       {line}" for line in said[:most])])
 
 
 def _check(facts: "TrialFacts") -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, run
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, run, write_output
 from corral.launcher.commands.completion import complete_trial
 
 _STEPS_HELP = "A train step, a span such as 40:44, latest, or all."
@@ -25,7 +25,6 @@ def trace(
 ) -> None:
     """Say where the time of train steps went, and what would change that; or write their timeline."""
     from corral.experiments.errors import ConfigError
-    from corral.experiments.trial.directory import atomic_write
     from corral.launcher.files.patient_files import PatientFiles
     from corral.launcher.timeline.reader import spans_of, steps_of
     from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
@@ -45,7 +44,7 @@ def trace(
     if output is None:
         print("\n".join(said_of(spans)))
         return
-    atomic_write(output, json.dumps(trace_of(spans)).encode())
+    write_output("-o", output, json.dumps(trace_of(spans)).encode())
     print(
         f"{output}: {len(spans)} spans of steps {chosen[0]} to {chosen[-1]}; open it in ui.perfetto.dev",
         file=sys.stderr,

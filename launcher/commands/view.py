@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from corral.launcher.commands.common import FILEROOT_HELP, TRIAL_HELP, leaving, run
+from corral.launcher.commands.common import FILEROOT_HELP, TRIAL_HELP, leaving, run, write_output
 from corral.launcher.commands.completion import complete_trial
 
 _TRIALS_HELP = f"{TRIAL_HELP} Or a folder with trials in it. Without any: all trials of the file root."
@@ -26,7 +26,6 @@ def view(
     fileroot: Annotated[Path | None, typer.Option(metavar="DIR", help=FILEROOT_HELP)] = None,
 ) -> None:
     """Show trials as a page: curves, answers, where time goes, events, settings; several beside each other."""
-    from corral.experiments.trial.directory import atomic_write
     from corral.launcher.page.choose import choose_trials
     from corral.launcher.page.render import render_page
     from corral.launcher.page.server import PageServer
@@ -37,7 +36,7 @@ def view(
     title = facts[0].name if len(facts) == 1 else f"{len(facts)} trials"
     views = TrialViews(facts, left_out=left_out)
     if output is not None:
-        atomic_write(output, render_page(views.data(), title=title))
+        write_output("-o", output, render_page(views.data(), title=title))
         print(f"page       {output}")
         return
     with leaving("(nothing of the trials has changed)"):

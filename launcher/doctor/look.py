@@ -169,7 +169,7 @@ def look_at_cluster(fileroot: Path, *, partition: str | None, is_quick: bool) ->
         config = client.settings()
         nodes, partitions = client.nodes(in_detail=True), client.partitions()
     except SlurmUnreachableError as error:
-        advice = "see scontrol ping; trials that run go on meanwhile"
+        advice = "see scontrol ping; trials that run go on meanwhile. For trials on this machine: rl-doctor --local"
         return False, [fail("slurm", str(error).splitlines()[0], advice)]
     except SlurmError as error:
         return True, [fail("slurm", str(error), "see whether you may use this cluster at all")]

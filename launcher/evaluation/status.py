@@ -110,7 +110,7 @@ class EvaluationReader:
 
     def _status(self, step: int, job_id: str, result: EvaluationResult | None) -> EvaluationStatus:
         if result is not None:
-            note = f"the reward failed on {result.num_unjudged} of the answers" if result.num_unjudged else ""
+            note = f"{result.num_unjudged} answers have no reward: {result.failure}" if result.num_unjudged else ""
             return EvaluationStatus(step=step, state="DONE", job_id=job_id, note=note, result=result)
         if not job_id:
             return EvaluationStatus(step=step, state="FAILED", note="it ended without a result; ask for it again")

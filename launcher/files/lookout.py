@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -35,6 +35,8 @@ class Unanswered:
     """Why a look led to nothing."""
 
     reason: str
+    error: OSError | None = field(default=None, compare=False)
+    """What the file system says; None where it says nothing."""
 
     def about(self, path: Path) -> str:
         """For people."""
@@ -64,7 +66,7 @@ class _Looker(Generic[K]):
             try:
                 answers[key] = call()
             except OSError as error:
-                answers[key] = Unanswered(str(error))
+                answers[key] = Unanswered(error.strerror or str(error), error)
 
     def left_s(self, patience_s: float) -> float:
         """How long it may go on with what it is at; 0 or less where it is done, or hangs."""

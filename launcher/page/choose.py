@@ -27,7 +27,7 @@ def choose_trials(arguments: Sequence[str], fileroot: Path) -> tuple[list[TrialF
     files = PatientFiles()
     chosen: dict[Path, TrialFacts] = {}
     for argument in arguments or [str(fileroot.absolute())]:
-        place = Path(argument).expanduser()
+        place = Path(os.path.expanduser(argument))
         try:
             found = files.run(partial(_find, argument, place, fileroot), place)
         except TimeoutError:
@@ -47,7 +47,7 @@ def _find(argument: str, place: Path, fileroot: Path) -> list[TrialFacts]:
     os.listdir(place)  # a glob passes over what may not be read
     plans = [plan for pattern in ("*/plan.json", "*/*/plan.json") for plan in place.glob(pattern)]
     plans.sort(key=lambda plan: plan.stat().st_mtime)
-    if found := [facts for plan in plans if (facts := read_facts(TrialDirectory(plan.parent.resolve())))]:
+    if found := [facts for plan in plans if (facts := read_facts(TrialDirectory(Path(os.path.realpath(plan.parent)))))]:
         return found
     hint = "a folder of trials is a file root, or an experiment's folder in it; rl-status lists trials"
     raise ConfigError.of(f"{place} has no trials in it", hint=hint)

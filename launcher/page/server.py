@@ -76,9 +76,13 @@ class PageServer:
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if urlsplit(f"//{request.host}").hostname not in _OWN_NAMES:
+        try:
+            name = urlsplit(f"//{request.host}").hostname
+        except ValueError:  # "[::1" is no name of a host
+            name = None
+        if name not in _OWN_NAMES:
             raise web.HTTPForbidden(text="this page has no such name; open it by the address that rl-view has told\n")
-        given = request.path.split("/")[1]
+        given = request.path.removeprefix("/").partition("/")[0]  # of "OPTIONS *" the path is "*"
         if not hmac.compare_digest(given.encode(), self._token.encode()):
             raise web.HTTPNotFound(text="there is no such page; the address that rl-view has told is complete\n")
         self._guard.prove(request.transport)

@@ -28,11 +28,11 @@ def list_trials(fileroot: Path, lookout: Lookout[Path], *, with_old: bool) -> di
         with_old: whether those are to be read that ended long ago.
 
     Raises:
-        TimeoutError: if the file system of the fileroot does not answer.
+        OSError: if the fileroot cannot be read; a TimeoutError if its file system does not answer.
     """
     experiments = lookout.look({fileroot: partial(_folders, fileroot)})[fileroot]
     if isinstance(experiments, Unanswered):
-        raise TimeoutError(experiments.about(fileroot))
+        raise experiments.error or TimeoutError(experiments.about(fileroot))
     found: dict[Path, tuple[float, Found]] = {}
     paths: list[Path] = []
     for experiment, folders in lookout.look({path: partial(_folders, path) for path in experiments}).items():

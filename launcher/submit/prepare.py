@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, located
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, located
 from corral.experiments.exit_codes import UserError
 from corral.experiments.inputs.users_process import importing_from
 from corral.experiments.loading.profile import find_profiles
@@ -29,6 +29,7 @@ from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.clusters import cluster_of
 from corral.launcher.files.patience import wait_until
 from corral.launcher.runners.local import share_gpus, visible_gpus, wanted_gpus
+from corral.launcher.submit.asks import raise_problems
 from corral.launcher.submit.environments import changed_environment, check_inputs, listed_rows
 from corral.launcher.submit.imagined import ClusterShape, check_on_shape
 from corral.launcher.submit.preflight import Preflight, check_on_slurm
@@ -242,7 +243,8 @@ def _check_fileroot(fileroot: Path, directory: TrialDirectory) -> None:
 def _check_here(
     plan: RunPlan, directory: TrialDirectory, *, source: ConfigSource = NO_SOURCE, has_checks: bool = True
 ) -> Preflight:
-    """What a trial needs of this machine: its GPUs. There is nothing that could be left unchecked."""
+    """What a trial needs of this machine. There is nothing that could be left unchecked."""
+    raise_problems(ConfigError, list(_too_large(plan, source)))
     wanted = wanted_gpus(plan)
     try:
         share_gpus(wanted, visible_gpus())
@@ -252,6 +254,19 @@ def _check_here(
     contained = [kind for kind, group in plan.scheduling.items() if group.scheduling.container_image]
     ignored = f"container_image has no effect with --local ({', '.join(contained)}): workers run in this environment"
     return Preflight(layout=None, checks=(gpus, "output folder writable"), warnings=(ignored,) if contained else ())
+
+
+def _too_large(plan: RunPlan, source: ConfigSource) -> Iterator[ConfigProblem]:
+    """What the experiment asks for a single worker and this machine does not have; defaults are made for clusters."""
+    cpus, mem_mb = os.cpu_count() or 1, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
+    for kind, group in plan.scheduling.items():
+        wanted, path = group.scheduling, ("groups", kind, "scheduling")
+        if wanted.cpu > cpus and source.gives((*path, "cpu")):
+            text = f"a {kind} asks for {wanted.cpu} CPUs, and this machine has {cpus}"
+            yield ConfigProblem(text, f"ask for at most {cpus}, or leave out --local", path=(*path, "cpu"))
+        if wanted.mem > mem_mb and source.gives((*path, "mem")):
+            text = f"a {kind} asks for {wanted.mem:,} MB of memory, and this machine has {mem_mb:,} MB"
+            yield ConfigProblem(text, f"ask for at most {mem_mb}, or leave out --local", path=(*path, "mem"))
 
 
 _CHECK_BY_MODE = {"local": _check_here, "slurm": check_on_slurm}

@@ -55,12 +55,12 @@ class TrialFacts:
 def default_fileroot() -> Path:
     """Where trials are, unless an experiment or --fileroot says otherwise."""
     configured = os.environ.get("CORRAL_FILEROOT")
-    return Path(configured).expanduser() if configured else Path.home() / "corral"
+    return Path(os.path.expanduser(configured)) if configured else Path.home() / "corral"
 
 
 def node_local_folder(directory: Path) -> Path | None:
     """The folder above this one that every node usually has for itself; None if there is none."""
-    real = directory.resolve()
+    real = Path(os.path.realpath(directory))
     return next((folder for folder in _NODE_LOCAL if real.is_relative_to(folder)), None)
 
 
@@ -71,9 +71,9 @@ def find_trial(argument: str, fileroot: Path) -> TrialFacts:
         TrialNotFoundError: with the candidates.
         PlanDamagedError: if it is there, and its plan cannot be read.
     """
-    as_path = Path(argument).expanduser()
+    as_path = Path(os.path.expanduser(argument))
     if as_path.is_absolute() or argument.startswith((".", "~")) or (as_path / "plan.json").is_file():
-        facts = load_facts(TrialDirectory(as_path.resolve()))
+        facts = load_facts(TrialDirectory(Path(os.path.realpath(as_path))))
         if facts is None:
             raise TrialNotFoundError(f"{as_path} is no trial directory: it has no plan.json")
         return facts

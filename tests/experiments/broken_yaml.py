@@ -358,6 +358,28 @@ SCHEMA_CASES = (
 
 CONTRADICTION_CASES = (
     BrokenCase(
+        name="memory-without-its-unit",
+        edit=("model_worker: {scheduling: {cpu: 1, gpu: 0, mem: 1G}}", "model_worker: {scheduling: {gpu: 0, mem: 16}}"),
+        words=("16 MB of memory are too few", "groups.model_worker.scheduling.mem: 16", "did you mean 16G?"),
+        line=31,
+    ),
+    BrokenCase(
+        name="best-by-a-number-that-is-none",
+        edit=("evaluation:\n", "evaluation:\n  best: {metric: acuracy}\n"),
+        words=("an evaluation has no number 'acuracy'", "did you mean 'accuracy'"),
+        line=21,
+    ),
+    BrokenCase(
+        name="learning-rate-of-two",
+        overrides=("actor.optimizer.lr=2",),
+        words=("actor.optimizer.lr must be less than or equal to 1",),
+    ),
+    BrokenCase(
+        name="staleness-of-a-thousand",
+        overrides=("rollout.max_head_offpolicyness=1000",),
+        words=("rollout.max_head_offpolicyness must be less than or equal to 100",),
+    ),
+    BrokenCase(
         name="kl-without-ref",
         edit=("  kl: {coef: 0.0}", "  kl: {coef: 0.1}"),
         words=("ppo.kl.coef", "reference model", "ref.path"),

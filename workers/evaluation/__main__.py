@@ -78,10 +78,12 @@ async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult
                 ended.result()
                 raise BadConfigurationError("the server has ended by itself; its log says why")
             sums = functools.reduce(added, (answered.sums for answered in answering.result()), progress.sums)
+            failures = (answered.failure for answered in answering.result() if answered.failure)
             progress = progress.model_copy(
                 update={
                     "num_done": progress.num_done + len(part),
                     "sums": sums,
+                    "failure": progress.failure or next(failures, ""),
                     "seconds": progress.seconds + time.monotonic() - started_at,
                 }
             )
@@ -97,9 +99,7 @@ def _problem(request: EvaluationRequest, row_id: str) -> HeldOutProblem:
 def _result(request: EvaluationRequest, progress: EvaluationProgress) -> EvaluationResult:
     values = means(progress.sums)
     if "accuracy" not in values:
-        raise ValueError(
-            f"the reward failed on the answers to all {progress.num_done} problems; the lines above say with what"
-        )
+        raise ValueError(f"the answers to all {progress.num_done} problems have no reward: {progress.failure}")
     return EvaluationResult(
         step=request.step,
         accuracy=values["accuracy"],
@@ -109,6 +109,7 @@ def _result(request: EvaluationRequest, progress: EvaluationProgress) -> Evaluat
         majority=values.get(MAJORITY),
         num_prompts=progress.num_done,
         num_unjudged=int(values["unjudged"]),
+        failure=progress.failure,
         seconds=round(progress.seconds, 3),
         num_starts=progress.num_starts,
         dataset=Path(name_of(request.evaluation.dataset)),

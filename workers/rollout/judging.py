@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -64,16 +64,20 @@ class RewardJudge:
         stop_token_ids: Collection[int],
         hidden: Sequence[Path],
         record: Record = unrecorded,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             record: has how long each group has waited.
             hidden: folders that user code does not see.
+            on_change: is called when `num_waiting` changes.
             stop_token_ids: a last token that is one of them is not part of the answer's text.
         """
         self.curtain = draw_curtain(hidden)
         """That user code runs behind."""
-        self._record = record
+        self.num_waiting = 0
+        """Groups, or episodes that are judged one by one, that wait for their reward."""
+        self._record, self._on_change = record, on_change
         self._reward = reward
         self._tokenizer = tokenizer
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -102,11 +106,19 @@ class RewardJudge:
         """
         since, shown = time.monotonic(), json.dumps(problem)
         parts = [self._judge_part(name, shown, episodes) for name in self._processes]
-        judged = await all_or_first_error(*parts)
+        self._count(1)
+        try:
+            judged = await all_or_first_error(*parts)
+        finally:
+            self._count(-1)
         ended = time.monotonic()
         self._record(Span(lane="rewards", name="reward", start_s=since, end_s=ended))
         seconds = {REWARD_SECONDS: ended - since}
         return [self._sum_of(each, seconds) for each in zip(*judged, strict=True)]
+
+    def _count(self, change: int) -> None:
+        self.num_waiting += change
+        self._on_change()
 
     async def _judge_part(self, name: str, problem: str, episodes: Sequence[Episode]) -> list[Judged]:
         takes = self._processes[name].start().takes

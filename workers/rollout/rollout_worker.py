@@ -172,6 +172,7 @@ class RolloutWorker(Worker):
             stop_token_ids=self._prompts.answer_ends,
             hidden=[context.trial.secrets_path],
             record=context.presence.record,
+            on_change=self._show,
         )
         stack.callback(judge.close)
         judge.start()
@@ -415,14 +416,21 @@ class RolloutWorker(Worker):
 
     def _show(self) -> None:
         """What it does, or why there is no prompt for it."""
-        if self._running or self._answering:
-            self._show_wait("", ())
-        else:
+        num_groups, num_judged = len(self._running) + len(self._answering), self._groups.judge.num_waiting
+        if not num_groups:
             self._show_wait(self._refusal.reason, self._refusal.waits_for)
+            return
+        things = f"of {num_groups} groups" if self._groups.player is None else "episodes"
+        self._show_wait(f"{num_judged} {things} wait for their reward" if num_judged else "", ())
 
     def _show_wait(self, waiting_for: str, waits_for: Sequence[str]) -> None:
+        num_tasks = (len(self._running) + len(self._answering)) * (
+            self._groups.group_size if self._groups.player else 1
+        )
         phase, works_with = "generate", self._servers
-        if not self._running and not self._answering:
+        if not num_tasks:
             phase = "wait for the trainer" if self._refusal.waiting_for == "prompts" else "wait for admission"
             works_with = ()
+        elif self._groups.judge.num_waiting >= num_tasks:
+            phase, works_with = "judge", ()
         self.context.presence.enter(phase, waiting_for=waiting_for, waits_for=waits_for, works_with=works_with)

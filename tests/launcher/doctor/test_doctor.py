@@ -281,6 +281,18 @@ def test_a_machine_without_slurm_is_checked_for_local_trials(tmp_path: Path) -> 
     assert list((tmp_path / "root").iterdir()) == []
 
 
+def test_what_local_trials_need_is_checked_without_asking_a_cluster_that_does_not_answer(tmp_path: Path) -> None:
+    for program in ("sbatch", "srun", "squeue", "scancel", "sinfo", "scontrol"):
+        (tmp_path / program).write_text("#!/bin/sh\necho there is no cluster >&2; exit 1\n")
+        (tmp_path / program).chmod(0o700)
+    environment = os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin", "CORRAL_FILEROOT": str(tmp_path / "root")}
+    command = [str(BIN / "rl-doctor"), "--quick"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "there is no cluster" in done.stdout
+    done = subprocess.run([*command, "--local"], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "slurm" not in done.stdout, done.stdout
+
+
 def test_what_is_to_be_done_stands_below_what_is_wrong() -> None:
     findings = [
         Finding(check="redis", level="ok", said="Redis 7"),

@@ -207,6 +207,16 @@ def test_an_evaluation_that_crashes_says_so(tmp_path: Path, model: Path) -> None
     assert "FAILED" in shown and "the evaluation ended with -9" in shown
 
 
+def test_a_trial_of_this_machine_is_evaluated_here_and_answers_without_a_reward_are_explained(
+    tmp_path: Path, model: Path
+) -> None:
+    reward = "tests.launcher.evaluation.evaluation_rewards:wants_result"
+    make_evaluable_trial(tmp_path, model, commits=(1,), reward=reward, mode="local")
+    shown = rl_eval(tmp_path, "trial", exit_code=6)
+    assert f"the answers to all {NUM_PROBLEMS} problems have no reward" in shown
+    assert "KeyError: 'result'" in shown and "evaluation_rewards.py:" in shown
+
+
 @pytest.mark.slow  # tests/slurm/test_evaluation_jobs.py interrupts one, too
 def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path, model: Path) -> None:
     directory = make_evaluable_trial(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -196,6 +197,10 @@ def test_a_served_page_follows_its_trial_and_tells_who_has_its_address_alone(bro
         root, token = address.rstrip("/").rsplit("/", 1)
         codes = asyncio.run(answers_to(root, [("/", ""), (f"/{token}x/data", ""), (f"/{token}/", "evil.example")]))
         assert codes == [404, 404, 403]
+        for line, status in (("GET / HTTP/1.1\r\nHost: [::1", 403), ("OPTIONS * HTTP/1.1\r\nHost: localhost", 404)):
+            with socket.create_connection(("127.0.0.1", int(root.rpartition(":")[2])), timeout=60) as connection:
+                connection.sendall(f"{line}\r\n\r\n".encode())
+                assert connection.recv(100).startswith(f"HTTP/1.1 {status} ".encode())
         assert asyncio.run(answers_to(root, [(f"/{token}/data", "localhost:1"), (f"/{token}/x", "")])) == [200, 404]
     tab.wait_until("document.getElementById('headline').innerText.includes('does not answer any more')")
 

@@ -32,6 +32,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.experiments.worker_specs import DatasetSpec, GserverManagerSpec, RolloutWorkerSpec
 from corral.name_resolve.keys import TrialKeys
 from corral.workers.checkpoint.published_weights import PublishedWeights
@@ -151,7 +152,7 @@ class RolloutRig:
         """and the values of each."""
         self.trial = TrialDirectory(folder / "exp" / "trial")
         self.trial.create()
-        self.phase: Callable[[], str] = lambda: ""
+        self.record: Callable[[], WorkerRecord] = lambda: WorkerRecord(phase="")
         """What the worker of `run_until` says that it does."""
         self._prompts, self._fields, self._dataset = prompts, fields, dataset
         self._folder = folder
@@ -207,7 +208,7 @@ class RolloutRig:
                 await asyncio.gather(task, return_exceptions=True)
 
         with self.worker() as worker:
-            self.phase = lambda: worker.context.presence.snapshot().phase
+            self.record = worker.context.presence.snapshot
             asyncio.run(run(worker))
 
     def run_to_its_end(self) -> int:

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.data.answer_seed import AnswerSeeds
@@ -30,6 +32,25 @@ HERE = __name__
 def fails_for_one(problem: Mapping[str, Any], answer: str) -> float:
     """A reward of a user that knows no end to row 1."""
     return 1.0 / (int(problem["id"]) - 1)
+
+
+def takes_long(problem: Mapping[str, Any], answer: str) -> float:
+    """A slow reward."""
+    time.sleep(5.0)
+    return 1.0
+
+
+def test_a_reward_that_holds_everything_up_is_a_phase_of_its_own(tmp_path: Path) -> None:
+    with RolloutRig(tmp_path, ["1+1=", "2+2="], rollout={"reward": f"{HERE}:takes_long"}) as rig:
+        seen: list[WorkerRecord] = []
+
+        def is_judging() -> bool:
+            seen[:] = [rig.record()]
+            return seen[0].phase == "judge"
+
+        rig.run_until(is_judging, "the reward to hold up all groups")
+        assert seen[0].waiting_for.endswith("groups wait for their reward")
+        assert seen[0].waits_for == () and seen[0].works_with == ()
 
 
 @pytest.mark.parametrize(
@@ -162,7 +183,7 @@ def test_what_a_commit_covered_while_the_worker_was_away_is_forgotten_dropped_pr
         rig.run_until(lambda: len(rig.received) == 3, "three prompts")
         ledger = Ledger(numbers_of(["0", "1", "2"]))
         Trainer(rig.trial, TrialLog(rig.trial.log_path).claim("a"), ledger).commit(1, "0:0", dropped=("0:1",))
-        rig.run_until(lambda: rig.phase() == "wait for the trainer", "the worker to have nothing left to do")
+        rig.run_until(lambda: rig.record().phase == "wait for the trainer", "the worker to have nothing left to do")
         with Spool(rig.trial.spool_path(0)) as spool:
             assert spool.uids() == ["0:2"]
 
@@ -176,7 +197,7 @@ def test_a_worker_that_has_nothing_to_ask_for_does_not_keep_the_gate_closed_when
         has_gone_back = threading.Event()
 
         def is_open_again() -> bool:
-            if not has_gone_back.is_set() and rig.received and rig.phase() == "wait for the trainer":
+            if not has_gone_back.is_set() and rig.received and rig.record().phase == "wait for the trainer":
                 rig.publish("1.0")
                 has_gone_back.set()
             return admission._version == PolicyVersion(1, 0) and admission.waiting_for() == "prompts"
