@@ -52,7 +52,7 @@ def check_dataset(
             hint = f"raise {dotted(path)}.max_prompt_tokens and what has to hold it, or shorten the rows"
             which, hint = (f" of sources.{name}", f"{hint}, or remove it") if name else ("", hint)
             problems.append(ConfigProblem(f"every row{which} is too long; the first: {firsts[name]}", hint))
-    problems = [replace(one, path=where) for one in (*look.problems, *problems)]
+    problems = [replace(one, path=(*path, *one.path) if one.path else where) for one in (*look.problems, *problems)]
     if problems:
         return CheckedDataset(num_rows=None, problems=problems)
     num_too_long, first = sum(map(len, too_long.values())), next(iter(firsts.values()), "")

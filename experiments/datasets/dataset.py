@@ -27,7 +27,7 @@ from corral.scheduling.worker_information import fold_numbers, unfold_numbers
 
 MOST_LOOKED_AT = 20_000
 _MAX_PROBLEMS = 3  # more of the same kind would only scroll the first ones away
-_NONE_TAKEN = "take others with `rows`, or let where and transform keep some"
+_NONE_TAKEN = "let it take some of them, or remove it"
 
 
 @dataclass(frozen=True)
@@ -202,10 +202,17 @@ class Look:
             return
         self.num_rows += len(names)
         if not names:
-            one, hint = source.config, _NONE_TAKEN
-            if one.rows == ":" and one.transform is None and one.where is None:
-                hint = ONE_A_LINE
-            self.problems.append(ConfigProblem(f"dataset {name_of(source.config)} has no rows", hint))
+            one, num_rows, hint = source.config, len(source.rows), ONE_A_LINE
+            # What takes the rows is to blame, and not the file; `rows` is asked first.
+            takes = {"rows": one.rows if one.rows != ":" else None, "where": one.where, "transform": one.transform}
+            key = next((key for key, value in takes.items() if value is not None), "") if num_rows else ""
+            if key == "rows" and one.where is not None and range(num_rows)[one.first_and_last]:
+                key = "where"
+            message = f"dataset {name_of(one)} has no rows"
+            if key:
+                message, hint = f"{key} takes 0 of the {num_rows:,} rows of {name_of(one)}", _NONE_TAKEN
+            above = ("sources", source.name) if source.name and key else ()
+            self.problems.append(ConfigProblem(message, hint, path=(*above, key) if key else ()))
             return
         step = -(-len(names) // max(1, self.most // len(self.dataset.sources)))
         self.is_whole &= step == 1

@@ -93,8 +93,15 @@ class _Where:
             return bool(self._condition.holds(*values))
         except TypeError as error:
             lacking = [field for field, value in zip(self.fields, values, strict=True) if value is None]
-            otherwise = f"begin with: {lacking[0]} is not None and" if lacking else "compare like with like"
-            raise RowError(f"where {self._text!r} cannot be asked: {error}", self._hint(lacking, otherwise)) from error
+            if not lacking:
+                raise RowError(f"where {self._text!r} fails: {error}", "compare numbers with numbers") from error
+            row = self._rows[number]
+            names = list(row) if isinstance(row, dict) else []
+            otherwise = f"if other rows have it, begin with: {lacking[0]} is not None and"
+            if lacking[0] not in names:
+                otherwise = f"name one of {', '.join(names[:8])}; or, {otherwise}"
+            hint = did_you_mean(lacking[0], names, otherwise) if lacking[0] not in names else otherwise
+            raise RowError(f"where {self._text!r} fails: this row has no {lacking[0]!r}", hint) from error
 
     def check(self) -> None:
         """After all rows.
@@ -103,9 +110,7 @@ class _Where:
             RowError: if none of them has a field that it reads.
         """
         for lacking in sorted(self._unseen if self._number >= 0 else ()):
-            hint = self._hint([lacking], f"name one that they have in where {self._text!r}")
+            row = self._rows[self._number]
+            names = list(row) if isinstance(row, dict) else []
+            hint = did_you_mean(lacking, names, f"name one of {', '.join(names[:8])} in where {self._text!r}")
             raise RowError(f"no row up to here has a field {lacking!r}", hint)
-
-    def _hint(self, lacking: Sequence[str], otherwise: str) -> str:
-        row = self._rows[self._number]
-        return did_you_mean(lacking[0], list(row), otherwise) if lacking and isinstance(row, dict) else otherwise

@@ -230,6 +230,9 @@ def _missing(fields: Mapping[str, Any], key: str, what: str, hint: str) -> RowEr
     """Of a row without something at a key, or, with the hint, with something of another form."""
     if key in fields:
         return RowError(f"{key!r} is no {what}: {show_value(fields[key])}", hint)
+    if len(fields) == 1 and (other := next((mark for mark in ";|\t" if mark in next(iter(fields))), None)):
+        hint = f"save the file with commas between its columns; it has {other!r} there, as far as its first line tells"
+        return RowError(f"row has no {what}: the file has one column, named {show_value(next(iter(fields)))}", hint)
     near = closest(key, list(fields))
     known = f"it has {', '.join(map(repr, list(fields)[:8]))}" if fields else "it is empty"
     hint = f"did you mean columns.{what}: {near}?" if near else f"name the row's field with columns.{what}; {known}"

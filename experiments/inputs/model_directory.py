@@ -109,7 +109,12 @@ def read_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _read_config(directory: Path) -> tuple[dict[str, Any] | None, list[ConfigProblem]]:
-    return read_object(directory / "config.json", missing="download the whole model, not only its weights")
+    missing = "download the whole model, not only its weights"
+    if not (directory / "config.json").exists():
+        below = [*directory.glob("*/config.json"), *directory.glob("*/*/config.json")]
+        names = sorted(str(path.parent.relative_to(directory)) for path in below)
+        missing = f"name a folder with a model in it, such as {names[0]} below this one" if names else missing
+    return read_object(directory / "config.json", missing=missing)
 
 
 def read_object(

@@ -154,7 +154,7 @@ def as_problem(config: Mapping[str, Any], problem: Problem) -> ConfigProblem:
     """What is wrong with a user's code, under the key that names it."""
     path = next((path for path, value in leaves(config) if value == problem.import_path), ())
     what = dotted(path) or "a call of the graph"
-    hint = problem.hint or "mend it there and submit again; --no-checks imports it and tries no function of it"
+    hint = problem.hint or "correct it there and submit again; on a cluster, --no-checks submits without this check"
     if problem.kind == "missing_module":
         hint = "install it into this environment, or run rl-submit in the folder that holds the module"
     if problem.kind == "no_sandbox":

@@ -1099,7 +1099,7 @@ FILE_CASES = (
     BrokenCase(
         name="condition-on-a-misspelled-field",
         overrides=("dataset.where=len(promt) < 9",),
-        words=("train.jsonl:1", "where 'len(promt) < 9' cannot be asked", "did you mean 'prompt'?"),
+        words=("train.jsonl:1", "where 'len(promt) < 9' fails: this row has no 'promt'", "did you mean 'prompt'?"),
         line=17,
     ),
     BrokenCase(

@@ -11,6 +11,7 @@ a trial; torch is imported only where the user's modules do, or an interface is 
 
 import os
 import sys
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -47,6 +48,7 @@ class _Look:
         """By place of the row, name of the part, and answer."""
         self._declared: dict[str, Declared] = {}
         self._sandboxed: tuple[str, ...] = ()
+        self._path_by_code: dict[Any, str] = {}
         self._used = UsedFiles(question.roots)
 
     def run(self) -> None:
@@ -54,6 +56,7 @@ class _Look:
         question = self._question
         with self._deadline("importing it", question.import_timeout_s, question.import_paths[0]):
             loaded = {path: found for path in question.import_paths if (found := self._load(path)) is not None}
+        self._path_by_code = {getattr(found, "__code__", None): path for path, found in loaded.items()}
         for path, found in loaded.items() if question.interfaces is not None else ():
             self._try(path, partial(self._note_keys, path, found))
         has_sandbox = not question.tries_sandbox or self._try_sandbox(loaded)
@@ -151,7 +154,11 @@ class _Look:
         except BaseException as error:
             is_told = isinstance(error, UnfitError | UntriedError)
             kind = "untried" if isinstance(error, UntriedError) else "code"
-            self._note(str(import_path), str(error) if is_told else describe_error(error), kind)
+            codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+            # Of functions that are called together, the one that the error came through last.
+            blamed = [self._path_by_code[code] for code in codes if code in self._path_by_code]
+            path = blamed[-1] if blamed else str(import_path)
+            self._note(path, str(error) if is_told else describe_error(error), kind)
 
     def _note(self, import_path: str, message: str, kind: Any = "code", hint: str = "") -> None:
         self._problems.append(Problem(import_path=import_path, message=message, kind=kind, hint=hint))
