@@ -96,7 +96,6 @@ function style() {
 
 function curveTraces(one, name, place, axes, x, isFirst) {
   const curve = one.curves[name];
-  if (!curve) return [];
   const number = data.trials.indexOf(one);
   const isAlone = drawn.size < 2;
   const color = COLOURS[(isAlone ? place : number) % COLOURS.length];
@@ -126,6 +125,7 @@ function drawCurves() {
   const x = xAxis();
   const { axis, layout, ink } = style();
   const traces = [];
+  const inLegend = new Set();
   Object.assign(layout, { shapes: [], annotations: [], hovermode: "x unified", uirevision: x.title, height: 70 + (isTogether ? 380 : 200 * Math.ceil(rows / columns)) });
   if (!isTogether) layout.grid = { rows: Math.ceil(rows / columns), columns, pattern: "independent", ygap: 0.32, xgap: 0.12 };
   const events = marks(x);
@@ -138,7 +138,14 @@ function drawCurves() {
     if (isTogether) Object.assign(layout["yaxis" + number], { title: { text: plain(name), font: { color: COLOURS[place % COLOURS.length] } } }, place ? { overlaying: "y", anchor: "free", autoshift: true, side: place % 2 ? "right" : "left", showgrid: false } : {});
     else layout.annotations.push({ text: plain(name), xref: xref + " domain", yref: yref + " domain", x: 0, y: 1, xanchor: "left", yanchor: "bottom", showarrow: false });
     const all = data.trials.filter((one) => drawn.has(one.name));
-    traces.push(...all.flatMap((one) => curveTraces(one, name, place, { xaxis: xref, yaxis: yref }, x, place === 0)));
+    const having = all.filter((one) => one.curves[name]);
+    traces.push(...having.flatMap((one) => curveTraces(one, name, place, { xaxis: xref, yaxis: yref }, x, !inLegend.has(one.name))));
+    having.forEach((one) => inLegend.add(one.name));
+    if (!having.length && !isTogether) {
+      // A panel has a height only if something is drawn in it.
+      traces.push({ x: [null], y: [null], xaxis: xref, yaxis: yref, type: "scatter", showlegend: false, hoverinfo: "skip" });
+      layout.annotations.push({ text: "no data", xref: xref + " domain", yref: yref + " domain", x: 0.5, y: 0.5, showarrow: false });
+    }
     if (isTogether && place) return;
     for (const event of events) {
       layout.shapes.push({ type: "line", xref, yref: yref + " domain", x0: event.x, x1: event.x, y0: 0, y1: 1, line: { color: event.is_break ? COLOURS[1] : ink, width: 1, dash: "dot" }, layer: "below" });
@@ -313,7 +320,8 @@ function drawGraph() {
 
 function listSettings() {
   const others = data.trials.filter((one) => one.name !== chosen);
-  const before = byId("beside").value;
+  // Of two trials the other one is compared with, until something else is chosen.
+  const before = byId("beside").options.length || others.length !== 1 ? byId("beside").value : others[0].name;
   byId("beside-label").hidden = byId("differing-label").hidden = !others.length;
   byId("beside").replaceChildren(...["", ...others.map((one) => one.name)].map((name) => element("option", { value: name, selected: name === before }, name || "no other")));
   const other = others.find((one) => one.name === byId("beside").value);
@@ -328,7 +336,7 @@ function listSettings() {
 
 function drawTexts() {
   if (!data.trials.some((one) => one.name === chosen)) chosen = data.trials.at(-1).name;
-  if (!drawn.size) drawn.add(chosen);
+  if (!drawn.size) for (const one of data.trials) if (one.name === chosen || data.trials.length <= COLOURS.length) drawn.add(one.name);
   listTrials();
   tellState();
   listMetrics();
