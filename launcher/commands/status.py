@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from corral.launcher.trial.find import TrialFacts
 
 _REDRAW_S = 5.0
+_TRIAL_HELP = f"{TRIAL_HELP} Or an experiment's name: all its trials."
 _CHECK_HELP = "Only what the watchers and alarms say of one trial; exit 8 if they say something."
 
 
 def status(
     trial: Annotated[
-        str | None, typer.Argument(metavar="TRIAL", help=TRIAL_HELP, autocompletion=complete_trial)
+        str | None, typer.Argument(metavar="TRIAL|EXPERIMENT", help=_TRIAL_HELP, autocompletion=complete_trial)
     ] = None,
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Draw again every five seconds.")] = False,
     show_all: Annotated[bool, typer.Option("-a", "--all", help="Trials that ended long ago, too.")] = False,
@@ -43,11 +44,18 @@ def status(
     fileroot: Fileroot = None,
 ) -> None:
     """Show how trials stand: one row each, or one trial by its groups."""
+    from corral.experiments.trial.directory import list_names
     from corral.launcher.files.patient_files import PatientFiles
-    from corral.launcher.trial.find import default_fileroot
+    from corral.launcher.trial.find import TrialNotFoundError, default_fileroot
 
     root = fileroot or default_fileroot()
-    facts = find_in_time(PatientFiles(), trial, root) if trial is not None else None
+    facts, experiment = None, None
+    try:
+        facts = find_in_time(PatientFiles(), trial, root) if trial is not None else None
+    except TrialNotFoundError:
+        if wait or check or trial not in list_names(root):
+            raise
+        experiment = trial
     if wait:
         if trial is None or facts is None:
             raise typer.BadParameter("--wait needs the name of one trial")
@@ -61,7 +69,13 @@ def status(
     from corral.launcher.status.page import StatusPage
 
     page = StatusPage(
-        root, output=output, show_all=show_all, explain=explain, colour=wants_colour(), width=terminal_width()
+        root,
+        experiment=experiment,
+        output=output,
+        show_all=show_all,
+        explain=explain,
+        colour=wants_colour(),
+        width=terminal_width(),
     )
     look = page.all_trials if facts is None else partial(page.one_trial, facts)
     if facts is not None and output in ("table", "wide"):

@@ -24,7 +24,8 @@ _LEGENDS: Mapping[Colour, str] = {
     "gap": "the redder, the further generator and trainer are apart",
     "advantage": "green: made likelier; red: made less likely",
 }
-_TEXTS = ("ANSWER", "ROW", "PROMPT")
+_TEXTS = ("ID", "ROW", "PROMPT")
+_SHOWN_PROMPT = 32  # characters, so that answers have room on a terminal
 _WORDS = re.compile(r"\s+|\w+|[^\w\s]")
 _SHADES = 5
 _FULL_SCALE: Mapping[Colour, float] = {"logprob": 5.0, "gap": 0.5, "advantage": 2.0}  # nats, nats, deviations
@@ -34,7 +35,7 @@ _GREENS = ("default", "color(193)", "color(156)", "color(119)", "color(82)", "bo
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """A line each."""
-    table = _table(("STEP", "ANSWER", "REWARD", "ADVANTAGE", "TOKENS", "AGE", "GAP"), "SAID")
+    table = _table(("STEP", "ID", "REWARD", "ADVANTAGE", "TOKENS", "AGE", "GAP", "PROMPT"), "ANSWER")
     for row in rows:
         table.add_row(
             str(row["step"]),
@@ -44,9 +45,15 @@ def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             str(row["length"]) + ("…" if row["is_cut"] else ""),
             str(row["staleness"]),
             "-" if row["gap"] is None else f"{row['gap']:.2g}",
+            Text(printable(_end_of(row["prompt"].replace("\n", "⏎")))),
             Text(printable(row["said"].replace("\n", "⏎"))),
         )
     return table
+
+
+def _end_of(prompt: str) -> str:
+    """What distinguishes a prompt from others, mostly: its end."""
+    return prompt if len(prompt) <= _SHOWN_PROMPT else f"…{prompt[1 - _SHOWN_PROMPT :]}"
 
 
 def prompts_table(lines: Sequence[Mapping[str, Any]]) -> Table:

@@ -99,13 +99,25 @@ class StatusPage:
     """What rl-status prints, again and again with -w."""
 
     def __init__(
-        self, fileroot: Path, *, output: str, show_all: bool, explain: bool, colour: bool, width: int | None = None
+        self,
+        fileroot: Path,
+        *,
+        experiment: str | None = None,
+        output: str,
+        show_all: bool,
+        explain: bool,
+        colour: bool,
+        width: int | None = None,
     ) -> None:
+        """
+        Args:
+            experiment: the only one whose trials are listed; None lists all.
+        """
         self._cluster = queue_here(timeout_s=10.0)
         self._queue = CachedQueue(self._cluster)
         self._lookout: Lookout[Path] = Lookout()
         self._reader = StatusReader(self._cluster, queue=self._queue, lookout=self._lookout)
-        self._fileroot = fileroot
+        self._fileroot, self._experiment = fileroot, experiment
         self._output = output
         self._show_all = show_all
         self._explain = explain
@@ -118,7 +130,7 @@ class StatusPage:
         Raises:
             TimeoutError: if the file system of the fileroot does not answer.
         """
-        trials = list_trials(self._fileroot, self._lookout, with_old=self._show_all)
+        trials = list_trials(self._fileroot, self._lookout, experiment=self._experiment, with_old=self._show_all)
         statuses, texts = self._read_all(trials)
         shown = statuses if self._show_all else [status for status in statuses if not _is_old(status)]
         num_hidden = len(statuses) - len(shown) + sum(one is None for one in trials.values())
@@ -138,7 +150,8 @@ class StatusPage:
             return render_json(statuses)
         if self._output == "name":
             return "\n".join(f"{status.experiment}/{status.trial}" for status in statuses)
-        return render_trials(statuses, colour=self._colour, width=self._width, num_hidden=num_hidden)
+        folder = self._fileroot / (self._experiment or "")
+        return render_trials(statuses, colour=self._colour, width=self._width, num_hidden=num_hidden, folder=folder)
 
     def _read_all(self, trials: Mapping[Path, Found]) -> tuple[list[TrialStatus], list[str]]:
         """Of those that are to be read, and of jobs without one, the statuses, and the facts behind them."""
@@ -148,7 +161,8 @@ class StatusPage:
         statuses = {path: unreadable(path, one) for path, one in trials.items() if isinstance(one, str)}
         statuses |= {Path(status.directory): status for status, _ in reads}
         texts = [explain(evidence, status) for status, evidence in reads if evidence is not None]
-        return [*(statuses[path] for path in trials if path in statuses), *self._orphans(answer, trials)], texts
+        orphans = [] if self._experiment else self._orphans(answer, trials)
+        return [*(statuses[path] for path in trials if path in statuses), *orphans], texts
 
     def _orphans(self, answer: QueueAnswer, trials: Mapping[Path, Found]) -> list[TrialStatus]:
         """Rows for jobs whose trial directory is gone, or does not answer."""

@@ -3,8 +3,8 @@
 import re
 import textwrap
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -49,17 +49,21 @@ _FIRST_COLUMN = re.compile(r"\s*\S+\s{2,}")
 
 
 def render_trials(
-    statuses: Sequence[TrialStatus], *, colour: bool = False, width: int | None = None, num_hidden: int = 0
+    statuses: Sequence[TrialStatus],
+    *,
+    colour: bool = False,
+    width: int | None = None,
+    num_hidden: int = 0,
+    folder: Path | str = "here",
 ) -> str:
-    """One row per trial; `width` is that of the terminal, if there is one."""
+    """One row per trial of a folder; `width` is that of the terminal, if there is one."""
     hidden = f"{num_hidden} trials that ended more than a day ago are not shown; rl-status -a shows them"
     if not statuses:
-        return hidden if num_hidden else "no trials here; start one with rl-submit EXPERIMENT.yaml"
-    num_by_name = Counter(status.trial for status in statuses)
+        return hidden if num_hidden else f"no trials in {folder}; start one with rl-submit EXPERIMENT.yaml"
     header = ("TRIAL", "STATE", "STEP", "AGE", "NODES", "JOB", "ATTEMPT", "NOTE")
     rows = [
         (
-            status.trial if num_by_name[status.trial] == 1 else f"{status.experiment}/{status.trial}",
+            f"{status.experiment}/{status.trial}",
             status.state,
             _steps(status),
             format_duration(status.age_s),

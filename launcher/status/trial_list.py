@@ -21,16 +21,20 @@ Found = TrialFacts | str | None
 """A trial that is to be read, what is wrong, or None for one that ended long ago."""
 
 
-def list_trials(fileroot: Path, lookout: Lookout[Path], *, with_old: bool) -> dict[Path, Found]:
+def list_trials(
+    fileroot: Path, lookout: Lookout[Path], *, with_old: bool, experiment: str | None = None
+) -> dict[Path, Found]:
     """The trials below a fileroot, the newest last; folders that do not answer come first.
 
     Args:
+        experiment: the only one that is looked at; None is all.
         with_old: whether those are to be read that ended long ago.
 
     Raises:
         OSError: if the fileroot cannot be read; a TimeoutError if its file system does not answer.
     """
-    experiments = lookout.look({fileroot: partial(_folders, fileroot)})[fileroot]
+    whole = partial(_folders, fileroot) if experiment is None else lambda: [fileroot / experiment]
+    experiments = lookout.look({fileroot: whole})[fileroot]
     if isinstance(experiments, Unanswered):
         raise experiments.error or TimeoutError(experiments.about(fileroot))
     found: dict[Path, tuple[float, Found]] = {}

@@ -205,6 +205,19 @@ def test_unknown_trials_get_the_closest_name(make_trial: MakeTrial, tmp_path: Pa
     assert "gsm8k-a" in missing.stderr
 
 
+def test_an_experiment_lists_its_trials_and_every_trial_has_one_form_of_name(
+    make_trial: MakeTrial, tmp_path: Path
+) -> None:
+    for experiment, trial in (("gsm", "fast"), ("gsm", "trial-1"), ("sums", "trial-1")):
+        make_trial(experiment=experiment, trial=trial)
+    names = [line.split()[0] for line in run("rl-status", fileroot=tmp_path).stdout.splitlines()[1:]]
+    assert sorted(names) == ["gsm/fast", "gsm/trial-1", "sums/trial-1"]
+    listed = run("rl-status", "gsm", fileroot=tmp_path)
+    assert sorted(line.split()[0] for line in listed.stdout.splitlines()[1:]) == ["gsm/fast", "gsm/trial-1"]
+    assert run("rl-status", "gsm", "--check", fileroot=tmp_path).returncode == 3
+    assert f"no trials in {tmp_path / 'none'}" in run("rl-status", fileroot=tmp_path / "none").stdout
+
+
 def test_a_name_that_two_experiments_use_is_refused_with_both(make_trial: MakeTrial, tmp_path: Path) -> None:
     make_trial(experiment="one", trial="same")
     make_trial(experiment="two", trial="same")

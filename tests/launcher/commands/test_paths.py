@@ -147,7 +147,7 @@ def test_a_home_that_is_unknown_and_a_variable_that_is_not_set_are_told(
         ("rl-status -a | head -0; exit ${PIPESTATUS[0]}", 0, ""),
         ("rl-status -a > /dev/full", 1, "the output cannot be written: No space left on device"),
         ("rl-status -a >&-", 0, ""),
-        ("mkdir gone; cd gone; rmdir ../gone; rl-track t", 2, "the current folder is not there any more"),
+        ("mkdir gone; cd gone; rmdir ../gone; rl-status ./t", 2, "the current folder is not there any more"),
     ],
 )
 def test_an_output_that_nobody_can_read_is_no_traceback(root: Path, shell: str, code: int, words: str) -> None:

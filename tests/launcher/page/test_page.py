@@ -250,7 +250,9 @@ def test_a_number_that_only_one_of_two_trials_has_leaves_the_other_ones_name_and
         "Object.entries(document.getElementById('curve-chart')._fullLayout).filter(([key]) => key.startsWith('yaxis'))"
         ".map(([, axis]) => axis.domain.map((end) => Math.round(1000 * end) / 1000).join())"
     )
-    num_panels = tab.evaluate("[...document.querySelectorAll('#metric-list input')].filter((one) => one.checked).length")
+    num_panels = tab.evaluate(
+        "[...document.querySelectorAll('#metric-list input')].filter((one) => one.checked).length"
+    )
     assert len(domains) == num_panels and "0,1" not in domains
     assert tab.problems() == []
 
