@@ -6,6 +6,7 @@ What a file says can so neither call nor reach anything: it compares values of a
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -44,6 +45,8 @@ class Condition:
         try:
             tree = ast.parse(text.strip(), mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            if re.search(r"(?<![<>=!])=(?!=)", text):
+                raise ValueError(f"{text!r} is no condition; write == to compare") from error
             raise ValueError(f"{text!r} is no condition ({error}); {_RULE}") from error
         fields = tuple(dict.fromkeys(_fields(tree.body)))
         if not fields:

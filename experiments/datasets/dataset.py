@@ -216,11 +216,14 @@ class Look:
             return
         step = -(-len(names) // max(1, self.most // len(self.dataset.sources)))
         self.is_whole &= step == 1
+        known = set[str]()
         for row_id, number in islice(names.items(), 0, None, step):
             try:
                 row = source.read(number, row_id)
             except RowError as error:
-                self.problems.append(ConfigProblem(f"{source.rows.place(number)}: {error.rule}", error.hint))
+                if error.rule not in known:  # of rows with the same mistake the first one is enough
+                    self.problems.append(ConfigProblem(f"{source.rows.place(number)}: {error.rule}", error.hint))
+                known.add(error.rule)
                 if len(self.problems) >= _MAX_PROBLEMS:
                     return
                 continue

@@ -137,7 +137,10 @@ def _rule(details: ErrorDetails, written: str) -> tuple[str, str]:
         quoted = "write it in quotes" + (f': "{written}"' if written else "") if is_scalar else ""
         return f"must be text, got {written or _kind_of(details['input'])}", quoted
     if kind in _FORMS:
-        return f"must be {_FORMS[kind]}", ""
+        text = details["input"]
+        is_quoted = kind.startswith(("int_", "float_", "bool_")) and isinstance(text, str)
+        quoted = f", got the text {shorten(json.dumps(text))}" if is_quoted else ""
+        return f"must be {_FORMS[kind]}{quoted}", ""
     # "Input should be greater than 0", "String should match pattern '^...'"
     return f"must {details['msg'].partition(' should ')[2] or details['msg']}", ""
 

@@ -50,7 +50,9 @@ def run(command: Callable[..., None], arguments: Sequence[str] | None = None) ->
         code = app(args=given, standalone_mode=False)
     except TyperException as error:
         program = os.path.basename(sys.argv[0])
-        print(f"error: {_usage_message(error)}\n  hint: {program} --help shows what there is", file=sys.stderr)
+        near = " or ".join(getattr(error, "possibilities", None) or ())  # of an option that there is not
+        hint = f"did you mean {near}?" if near else f"{program} --help shows what there is"
+        print(f"error: {_usage_message(error)}\n  hint: {hint}", file=sys.stderr)
         sys.exit(CommandExit.BAD_CONFIGURATION)
     except typer.Abort:
         sys.exit(_INTERRUPTED)

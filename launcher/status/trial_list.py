@@ -33,15 +33,15 @@ def list_trials(
     Raises:
         OSError: if the fileroot cannot be read; a TimeoutError if its file system does not answer.
     """
-    whole = partial(_folders, fileroot) if experiment is None else lambda: [fileroot / experiment]
-    experiments = lookout.look({fileroot: whole})[fileroot]
+    experiments = lookout.look({fileroot: partial(_folders, fileroot)})[fileroot]
     if isinstance(experiments, Unanswered):
         raise experiments.error or TimeoutError(experiments.about(fileroot))
     found: dict[Path, tuple[float, Found]] = {}
     paths: list[Path] = []
-    for experiment, folders in lookout.look({path: partial(_folders, path) for path in experiments}).items():
+    wanted = [path for path in experiments if experiment in (None, path.name)]
+    for place, folders in lookout.look({path: partial(_folders, path) for path in wanted}).items():
         if isinstance(folders, Unanswered):
-            found[experiment] = 0.0, folders.about(experiment)
+            found[place] = 0.0, folders.about(place)
         else:
             paths += folders
     for path, look in lookout.look({path: partial(_look_at, path, with_old=with_old) for path in paths}).items():

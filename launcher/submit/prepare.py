@@ -5,14 +5,18 @@ a trial that has ended --its plan, its log--> Submission of the next attempt, on
 """
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from corral.experiments.config.model import TrainedModelConfig
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, located
 from corral.experiments.exit_codes import UserError
+from corral.experiments.experiment import Experiment
+from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.inputs.users_process import importing_from
 from corral.experiments.loading.profile import find_profiles
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
@@ -120,7 +124,7 @@ def prepare(
             hint=f"choose another name with -n, or continue it with rl-submit --resume {experiment.name}/{trial}",
         )
     with located(loaded.source, experiment):
-        _check_fileroot(fileroot, directory)
+        short_of_room = _check_fileroot(fileroot, directory, experiment)
         # No two plans ever have the same uuid, whatever their names.
         identity = TrialIdentity(experiment=experiment.name, trial=trial, uuid=uuid4().hex, directory=directory.path)
         plan = make_run_plan(experiment, identity, mode)
@@ -137,7 +141,7 @@ def prepare(
     return Submission(
         plan=plan,
         directory=directory,
-        warnings=(*experiment.find_warnings(), *_unread_outputs(plan), *code.warnings, *found.warnings),
+        warnings=(*short_of_room, *experiment.find_warnings(), *_unread_outputs(plan), *code.warnings, *found.warnings),
         checks=(*code.checks, *found.checks),
         layout=found.layout,
         code=code,
@@ -190,6 +194,9 @@ def prepare_resume(facts: TrialFacts, *, allocation: str | None = None, has_chec
     )
 
 
+_CHECKPOINT_BYTES = 12  # of a parameter: its float32 value, and two moments of the optimizer
+
+
 def _unread_outputs(plan: RunPlan) -> Iterator[str]:
     """Calls that nobody needs: their work costs time in every step, and changes nothing."""
     read = {key for call in plan.master.calls for key in call.input_keys}
@@ -224,7 +231,8 @@ def _still_runs(directory: TrialDirectory) -> bool:
     return not wait_until(lambda: not is_locked(directory), timeout_s=LEAVING_TIMEOUT_S if has_ended else 0.0)
 
 
-def _check_fileroot(fileroot: Path, directory: TrialDirectory) -> None:
+def _check_fileroot(fileroot: Path, directory: TrialDirectory, experiment: Experiment) -> tuple[str, ...]:
+    """Warnings about a disk that is too small for the checkpoints; a ConfigError where nothing can be written."""
     path = ("cluster", "fileroot")
     try:
         check_plain_text(str(directory.path), what="the trial's folder")
@@ -238,6 +246,21 @@ def _check_fileroot(fileroot: Path, directory: TrialDirectory) -> None:
             hint="set cluster.fileroot or $CORRAL_FILEROOT to a folder of yours that every node sees",
             path=path,
         )
+    free, keep = shutil.disk_usage(existing).free, experiment.control.keep_commits
+    if not free:
+        hint = "set cluster.fileroot or $CORRAL_FILEROOT to a folder on another file system"
+        raise ConfigError.of(
+            f"trials cannot be written below {fileroot}: its file system has no room", hint=hint, path=path
+        )
+    trained = [model for model in experiment.models.values() if isinstance(model, TrainedModelConfig)]
+    counts = [count.trained for model in trained if (count := count_parameters(model, head="lm")) is not None]
+    needed = _CHECKPOINT_BYTES * sum(counts) * (keep + 1)
+    if needed <= free:
+        return ()
+    return (
+        f"checkpoints need about {needed / 1e9:.3g} GB ({keep} that are kept and the next one, {_CHECKPOINT_BYTES} "
+        f"bytes per trained parameter), and {existing} has {free / 1e9:.3g} GB free: training waits for room there",
+    )
 
 
 def _check_here(

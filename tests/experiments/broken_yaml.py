@@ -853,6 +853,19 @@ FILE_CASES = (
         words=("rollout.agent_settings", "the model's chat template shows no tools", "agent_settings.call"),
     ),
     BrokenCase(
+        name="columns-between-semicolons",
+        edit=("path: train.jsonl", "path: train.csv"),
+        files={"train.csv": "prompt;answer\n1+1=;2\n"},
+        words=("the file has one column, named prompt;answer", "commas", "';'"),
+    ),
+    BrokenCase(
+        name="folder-of-a-trial-as-a-model",
+        edit=("  path: model", "  path: run"),
+        files={"run/exports/final/config.json": "{}"},
+        words=("has no config.json", "such as exports/final below this one"),
+        line=6,
+    ),
+    BrokenCase(
         name="argument-of-the-template-misspelled",
         overrides=("dataset.chat_template_kwargs={enable_thinkng: false}",),
         files={"model/chat_template.jinja": "{{ messages[0].content }}{{ '?' if enable_thinking }}="},

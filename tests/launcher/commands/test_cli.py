@@ -162,6 +162,7 @@ def test_slurm_commands_that_are_missing_are_named(experiment: Path, tmp_path: P
         ("rl-submit", ["e.yaml", "--shape", "4x8x80G"], "nothing can run; add --dry-run"),
         ("rl-submit", ["e.yaml", "--shape", "4x8x80G", "--dry-run", "--local"], "leave --local and --resume out"),
         ("rl-doctor", ["--nosuch"], "--nosuch"),
+        ("rl-submit", ["x.yaml", "--dryrun"], "did you mean --dry-run?"),
         ("rl-eval", ["t", "-o", "x"], "'x' is not one of"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from corral.experiments.errors import ConfigError
+from corral.experiments.worker_specs import ParameterCounts
 from corral.launcher.commands.common import run
 from corral.launcher.commands.status import status
 from corral.launcher.commands.view import view
+from corral.launcher.submit import prepare
 from tests.launcher.page.page_trials import add_timeline, write_trial
 
 TRIAL = "small-grpo/t"
@@ -166,3 +169,23 @@ def test_an_interrupt_ends_a_command_without_a_traceback(
     with pytest.raises(SystemExit) as ended:
         run(interrupted, [])
     assert ended.value.code == 130 and "Traceback" not in capfd.readouterr().err
+
+
+def test_a_file_system_without_room_is_refused_and_too_little_of_it_is_a_warning(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="its file system has no room"):
+        prepare.prepare(root / "ppo.yaml", ["cluster.fileroot=/proc/x"], trial_name=None, mode="local")
+    overrides = [f"cluster.fileroot={root / 'trials'}"]
+    monkeypatch.setattr(prepare, "count_parameters", lambda model, head: ParameterCounts(trained=10**15, frozen=0))
+    warnings = prepare.prepare(root / "ppo.yaml", overrides, trial_name=None, mode="local").warnings
+    assert any(one.startswith("checkpoints need about 3.6e+07 GB") for one in warnings), warnings
+
+
+@pytest.mark.parametrize(("key", "value"), [("cpu", "100000"), ("mem", "900T")])
+def test_a_worker_that_asks_for_more_than_this_machine_has_is_refused_by_number(
+    key: str, value: str, root: Path
+) -> None:
+    overrides = [f"cluster.fileroot={root / 'trials'}", f"groups.model_worker.scheduling.{key}={value}"]
+    with pytest.raises(ConfigError, match="a model_worker asks for .*, and this machine has"):
+        prepare.prepare(root / "ppo.yaml", overrides, trial_name=None, mode="local")

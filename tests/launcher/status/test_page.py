@@ -65,7 +65,7 @@ def page(fileroot: Path, **options: Any) -> StatusPage:
 
 
 def rows(text: str) -> dict[str, str]:
-    return {line.split()[0]: line for line in text.splitlines()[1:]}
+    return {line.split()[0].rpartition("/")[2]: line for line in text.splitlines()[1:]}
 
 
 @pytest.fixture
