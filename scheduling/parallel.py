@@ -115,7 +115,8 @@ class ParallelDims:
         """Read "d4t2p1c1e1": letters d, t (or m), p, c, e, each once at most, in any order; a missing one counts 1."""
         if not re.fullmatch(r"(?:[dtmpce][1-9][0-9]{0,5})+", text):
             raise ValueError(
-                f"layout {text!r} must be letters d, t (or m), p, c and e, each with a size from 1, such as d4t2p1"
+                f"layout {text!r} must be letters d, t (or m), p, c and e, each with a size from 1 "
+                "to 999999, such as d4t2p1"
             )
         sizes: dict[str, int] = {}
         for letter, digits in re.findall(r"([dtmpce])([0-9]+)", text):

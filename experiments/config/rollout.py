@@ -25,7 +25,12 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 def check_import_path_syntax(text: str) -> str:
     """The text; ValueError if it cannot be `package.module:name`."""
     if not _IMPORT_PATH.fullmatch(text):
-        raise ValueError("must look like package.module:name; put a colon before the function's name")
+        remedy = "put a colon before the function's name"
+        if "/" in text or ".py" in text:
+            remedy = (
+                "name the module without its folder and without .py, as in my_reward:score, and run rl-submit there"
+            )
+        raise ValueError(f"must look like package.module:name; {remedy}")
     return text
 
 

@@ -159,6 +159,8 @@ def as_problem(config: Mapping[str, Any], problem: Problem) -> ConfigProblem:
         hint = "install it into this environment, or run rl-submit in the folder that holds the module"
     if problem.kind == "no_sandbox":
         hint = problem.hint or "make one possible, or name a reward that runs nothing"
+    if ".py:" in problem.import_path:
+        hint = f"leave out .py: {problem.import_path.replace('.py:', ':')}"
     return ConfigProblem(f"{what}: {problem.message}", hint, path=path, shown=problem.import_path)
 
 

@@ -136,6 +136,8 @@ def _rule(details: ErrorDetails, written: str) -> tuple[str, str]:
         is_scalar = isinstance(details["input"], bool | int | float)
         quoted = "write it in quotes" + (f': "{written}"' if written else "") if is_scalar else ""
         return f"must be text, got {written or _kind_of(details['input'])}", quoted
+    if kind == "string_pattern_mismatch":
+        return "is not in the form that it must have", ""  # the field's purpose says which, and no pattern does
     if kind in _FORMS:
         text = details["input"]
         is_quoted = kind.startswith(("int_", "float_", "bool_")) and isinstance(text, str)

@@ -358,6 +358,22 @@ SCHEMA_CASES = (
 
 CONTRADICTION_CASES = (
     BrokenCase(
+        name="rows-in-words",
+        overrides=("dataset.rows=first 10",),
+        words=("dataset.rows is not in the form that it must have", "or :500 for the first 500"),
+    ),
+    BrokenCase(
+        name="reward-as-a-file",
+        overrides=("rollout.reward=./my_reward.py",),
+        words=("must look like package.module:name", "without .py, as in my_reward:score"),
+    ),
+    BrokenCase(
+        name="number-in-quotes",
+        edit=("train_batch_size: 8", 'train_batch_size: "8"'),
+        words=('train_batch_size must be a whole number, got the text "8"',),
+        line=19,
+    ),
+    BrokenCase(
         name="memory-without-its-unit",
         edit=("model_worker: {scheduling: {cpu: 1, gpu: 0, mem: 1G}}", "model_worker: {scheduling: {gpu: 0, mem: 16}}"),
         words=("16 MB of memory are too few", "groups.model_worker.scheduling.mem: 16", "did you mean 16G?"),

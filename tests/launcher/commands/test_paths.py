@@ -20,13 +20,13 @@ from tests.launcher.page.page_trials import add_timeline, write_trial
 TRIAL = "small-grpo/t"
 # {path} stands for the path that is tried.
 USES = (
-    "submit {path} --local --dry-run",
-    "submit ppo.yaml --local --dry-run --fileroot {path}",
-    "submit ppo.yaml --local --dry-run --profile {path}",
-    "submit ppo.yaml --local --dry-run -s dataset.path={path}",
-    "submit ppo.yaml --local --dry-run -s actor.path={path}",
-    "submit --resume {path} --dry-run",
-    "submit --resume t --dry-run --fileroot {path}",
+    "submit {path} --local --dry-run=plan",
+    "submit ppo.yaml --local --dry-run=plan --fileroot {path}",
+    "submit ppo.yaml --local --dry-run=plan --profile {path}",
+    "submit ppo.yaml --local --dry-run=plan -s dataset.path={path}",
+    "submit ppo.yaml --local --dry-run=plan -s actor.path={path}",
+    "submit --resume {path} --dry-run=plan",
+    "submit --resume t --dry-run=plan --fileroot {path}",
     "status {path}",
     "status --fileroot {path}",
     "status t --check --fileroot {path}",

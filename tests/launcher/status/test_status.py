@@ -268,16 +268,6 @@ def test_a_running_trial_says_its_speed_with_units_and_when_it_will_be_done() ->
     assert pace_of(steps[:1]) is None and pace_of([]) is None
 
 
-def test_a_worker_that_starts_again_says_what_its_last_process_ended_of() -> None:
-    started = {"event": "worker_started", "worker": "rollout_worker/1", "attempt": 0, "node": "n1", "pid": 7}
-    exited = {"event": "worker_exited", "worker": "rollout_worker/1", "attempt": 0, "time": NOW - 3, "returncode": 80}
-    events = [started | {"time": NOW - 9}, exited, started | {"time": NOW - 1}]
-    life = JournalView(events, attempt=0).lives(["rollout_worker/1"])["rollout_worker/1"]
-    records = with_record("rollout_worker/1", record(is_setting_up=True))
-    status = describe(dataclasses.replace(HEALTHY, records=records, lives=lives("rollout_worker/1", life)))
-    assert "rollout_worker/1 restarting on n1 after exit 80 (it sees other GPUs than the plan gives it" in status.note
-
-
 def test_workers_of_a_trial_that_ends_are_not_being_restarted() -> None:
     left = WorkerLife(node="n1", started_at=NOW - 30.0, restarts=1, exit="exit 0", ended_at=NOW - 1.0)
     ending = dataclasses.replace(
