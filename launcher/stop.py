@@ -8,6 +8,7 @@ stop.json --> master: checkpoint, Stop in the trial log --> supervisor: ends the
 nobody is there any more: Stop in the trial log from here, and the end of the jobs that wait in the queue
 """
 
+import contextlib
 import socket
 import time
 from collections.abc import Generator, Mapping
@@ -32,6 +33,7 @@ from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.words import FINAL_STATES, NOT_STARTED, WorkerState
 from corral.launcher.status.workers import WorkerRow
 from corral.launcher.trial.find import TrialFacts, read_facts
+from corral.launcher.trial.lock import LEAVING_TIMEOUT_S, is_locked
 from corral.launcher.trial.processes import user_name
 
 SCALABLE_GROUPS = ("generation_server", "rollout_worker")
@@ -74,7 +76,14 @@ def see_through(
             del left[facts]
         if left:
             time.sleep(max(map(_pause_s, left)))
+    for facts in (facts for facts, end in ends.items() if isinstance(end, TrialStatus)):
+        with contextlib.suppress(OSError):  # the end is recorded: the supervisor draws the page and leaves
+            wait_until(partial(_has_left, facts.directory), timeout_s=LEAVING_TIMEOUT_S)
     return ends
+
+
+def _has_left(directory: TrialDirectory) -> bool:
+    return not is_locked(directory)
 
 
 def stop_trial(facts: TrialFacts, cluster: JobQueue, *, now: bool = False, grace_s: float | None = None) -> Ending:
