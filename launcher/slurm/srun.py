@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TypeVar
 
@@ -116,6 +117,21 @@ class SrunTask:
             self.process.send_signal(signal.SIGTERM)
 
 
+def _number_of(name: str) -> str:
+    return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def _own_address_towards(name: str) -> str:
+    """The address from which this machine reaches another one, to which nothing is sent; loopback if it does not."""
+    try:
+        address = _number_of(name)
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((address, 9))
+            return str(way.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
 def signal_tasks(tasks: Collection[SrunTask], signals: StepSignals, *, kill: bool) -> None:
     """Asks steps to end, or ends them. Through SLURM: a signal to srun itself would kill the worker at once."""
     running = [task for task in tasks if task.poll() is None]
@@ -206,9 +222,18 @@ class SrunRunner:
 
     def address_of(self, host: str) -> str:
         if host not in self._address_by_host:
-            name = self.client.node_address(host)
-            self._address_by_host[host] = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0].__str__()
+            self._address_by_host[host] = self._look_up(host)
         return self._address_by_host[host]
+
+    def _look_up(self, host: str) -> str:
+        """A node's address, as number; where its name is loopback's to itself, the one that others reach it by."""
+        name = self.client.node_address(host)
+        found = _number_of(name)
+        if not ip_address(found).is_loopback or found == name:  # whoever writes the number means it
+            return found
+        others = {one for running in self.allocations().values() for one in running.hosts} - {host}
+        ways = (_own_address_towards(self.client.node_address(other)) for other in sorted(others))
+        return next((way for way in ways if not ip_address(way).is_loopback), found)
 
     def wait_for_cluster(self, host: str) -> None:
         patiently(lambda: self.address_of(host), f"the address of node {host}")

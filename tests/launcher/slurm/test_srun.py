@@ -17,6 +17,7 @@ from corral.launcher.layout.layout import RunningAllocation, Step
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.containers import ContainedCommand, contain
 from corral.launcher.runners.runner import NodesNotAvailableError
+from corral.launcher.slurm import srun
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.srun import EXIT_OF_SRUN, SrunRunner, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.step import StepPlace, own_job, srun_command
@@ -194,6 +195,30 @@ def make_runner(tmp_path: Path, allocations: dict[int, RunningAllocation], **lau
         allocations=lambda: allocations,
         why_away=lambda index: f"its job {index + 40} waits (Resources)",
     )
+
+
+@pytest.mark.parametrize(
+    ("addresses", "found"),
+    [
+        ({"n1": "127.0.1.1", "n2": "192.0.2.7"}, "192.0.2.9"),  # Debian's /etc/hosts, on the machine itself
+        ({"n1": "192.0.2.5", "n2": "192.0.2.7"}, "192.0.2.5"),
+        ({"n1": "127.0.1.1", "n2": "127.0.1.1"}, "127.0.1.1"),  # all nodes on one machine
+    ],
+)
+def test_a_node_whose_name_is_loopbacks_to_itself_is_reached_by_the_address_that_leads_to_the_others(
+    addresses: dict[str, str], found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(tmp_path, {0: HEAD})
+    monkeypatch.setattr(FakeClient, "node_address", lambda self, node: node, raising=False)
+    monkeypatch.setattr(srun, "_number_of", addresses.__getitem__)
+    own_way = {"192.0.2.7": "192.0.2.9"}
+    monkeypatch.setattr(srun, "_own_address_towards", lambda name: own_way.get(addresses[name], "127.0.0.1"))
+    assert runner.address_of("n1") == found
+
+
+def test_a_node_address_that_is_a_number_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeClient, "node_address", lambda self, node: "127.0.0.1", raising=False)
+    assert make_runner(tmp_path, {0: HEAD}).address_of("n1") == "127.0.0.1"
 
 
 def test_a_worker_whose_nodes_are_away_is_not_started_and_the_error_says_whose_job_is_missing(tmp_path: Path) -> None:
