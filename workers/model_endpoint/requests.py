@@ -23,7 +23,6 @@ _PASSED_OVER = frozenset(
     " repetition_penalty length_penalty spaces_between_special_tokens stream_reasoning".split()
 )
 _DONE_ANYWAY: dict[str, Any] = {  # the one value that a field may have, beside None
-    "add_generation_prompt": True,
     "best_of": 1,
     "detokenize": True,
     "include_reasoning": True,
@@ -109,6 +108,8 @@ class ChatRequest(_Asked, kw_only=True):
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -135,6 +136,18 @@ class ChatRequest(_Asked, kw_only=True):
             check_tools(self.schemas)
         except ValueError as error:
             raise ApiError(f"tools {error}") from error
+        # The template's renderer goes on with a last message of the assistant, and begins an answer behind any other.
+        last = self.messages[-1] if self.messages else {}
+        goes_on = last.get("role") == "assistant" and not last.get("tool_calls")
+        for name, value, is_done in (
+            ("continue_final_message", self.continue_final_message, goes_on),
+            ("add_generation_prompt", self.add_generation_prompt, not goes_on),
+        ):
+            if value not in (None, is_done):
+                raise ApiError(
+                    f"the field {name} is not heeded; it is always {json.dumps(is_done)} behind a last message of "
+                    f"{'the assistant' if goes_on else 'another role'}; leave it out"
+                )
         if self.top_logprobs:
             raise ApiError("top_logprobs are not kept; logprobs of the answer's own tokens are")
         if self.response_format is not None and self.response_format.get("type") != "text":

@@ -359,6 +359,21 @@ def test_fields_that_keep_books_ask_for_nothing_or_say_how_is_sampled_are_passed
     play(tmp_path, "qwen", [ids_of("2", "<|im_end|>")], program)
 
 
+def test_a_last_message_of_the_assistant_is_gone_on_with_and_a_program_may_say_so(tmp_path: Path) -> None:
+    messages: Any = [ASKED, {"role": "assistant", "content": "Let"}]
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        says_so = {"continue_final_message": True, "add_generation_prompt": False}
+        await client.chat.completions.create(model="any", messages=messages, extra_body=says_so)
+        assert server.bodies[-1]["input_ids"][-3:] == ids_of("Let")
+        for name, value in {"continue_final_message": False, "add_generation_prompt": True}.items():
+            with pytest.raises(openai.BadRequestError, match=f"the field {name} is not heeded; it is always"):
+                await client.chat.completions.create(model="any", messages=messages, extra_body={name: value})
+
+    play(tmp_path, "qwen", [ids_of("2", "<|im_end|>")], program)
+
+
 def test_tokens_that_a_chat_or_a_completion_asks_to_stop_at_end_the_answer(tmp_path: Path) -> None:
     stop = {"stop_token_ids": ids_of("n")}
 
