@@ -1,8 +1,9 @@
 """Agents and environments of several turns, whose processes, workers and servers are killed and frozen in mid-turn.
 
-    act (a hundred over both trials)    SIGKILL         whoever watches it starts another one
+    act (a hundred over both trials)    SIGKILL         its supervisor starts it again
                                         SIGSTOP         until a train step has run without it, or because of it none did
-                                        SIGSTOP         until whoever watches it takes it for dead
+                                        SIGSTOP         until its supervisor takes it for dead
+    of a third trial, with a judge and trackers, also SIGKILL of a rollout worker and of its next players as they load
 
 What is proven is read from the trial's files after its end: every prompt is in the ledger once, with all its episodes;
 and how many answers servers have brought to their end, beside how many the agents were given.
@@ -26,7 +27,9 @@ from tests.integration.evidence import (
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
+from tests.integration.test_judge import JUDGE, saying
 from tests.integration.trial_helpers import Material, Pace, Trial, read_lines, submit_environment
+from tests.tracked import check_same, in_tensorboard, written
 
 pytestmark = pytest.mark.slow
 
@@ -110,6 +113,51 @@ def test_environments_are_played_to_their_end_however_often_something_of_them_is
         act_and_check(trial, counters, num_acts=40)
     finally:
         trial.close()
+
+
+@pytest.mark.timeout(3600)
+def test_a_trial_outlives_kills_of_players_that_load_and_of_its_judge_and_trackers(
+    start_trial: Callable[..., Trial], counters: dict[str, str], material: Material, tmp_path: Path
+) -> None:
+    trial = start_trial(
+        num_rows=300,
+        num_passes=2,
+        pause_s=0.2,
+        overrides={
+            **SETTINGS,
+            "allocation": "hf:d3+fsdp:d1",
+            "rollout.agent": "steady_agents:goes_on",
+            "rollout.judge.path": saying("7", material.model, tmp_path / "judge"),
+            "rollout.reward": " ".join(JUDGE.split()),
+            "tracking.to": "[tensorboard]",
+        },
+        environment=counters,
+    )
+    trial.wait_for_steps(1)
+    victims = itertools.cycle(
+        ("loading rollout_worker/0", "generation_server/2", "tracker/0", "loading rollout_worker/1", "master_worker/0")
+        + ("model_worker/0", "gserver_manager/0", f"{PLAYERS}rollout_worker/0", "redis")
+    )
+    done = Counter[str]()
+    for victim in itertools.islice(victims, 45):
+        if victim.startswith("loading "):
+            worker = victim.removeprefix("loading ")
+            trial.kill(worker)
+            for _ in range(2):
+                _kill(trial, PLAYERS + worker)
+        else:
+            _kill(trial, victim)
+        trial.wait_for_steps(1)
+        done[victim] += 1
+        print(f"{sum(done.values()):3} {victim}", flush=True)
+    trial.full_speed()
+    trial.wait_for(lambda: trial.events("trial_ended"), "the rest of it", timeout_s=1200, may_end=True)
+    trial.wait_for_end()
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    check_no_token_was_too_old(trial, eta=2)
+    check_same(in_tensorboard(trial.directory), written(trial.directory))
+    print(f"{sum(done.values())} acts, {done}")
 
 
 def act_and_check(trial: Trial, counters: dict[str, str], *, num_acts: int) -> None:
