@@ -1185,9 +1185,10 @@ FILE_CASES = (
     ),
     BrokenCase(
         name="list-as-answer",
-        files={"train.jsonl": _row(prompt="1+1=", answer=[2])},
-        words=("train.jsonl:1", "'answer' must be text or a number", "[2]"),
-        line=17,
+        base=VALID_SFT,
+        files={"train.jsonl": _row(prompt="1+1=", answer={"is": 2})},
+        words=("train.jsonl:1", "'answer' must be text or a number", "{"),
+        line=5,
     ),
     BrokenCase(
         name="duplicate-id",

@@ -18,6 +18,7 @@ from corral.experiments.registry import load_experiment
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
@@ -206,7 +207,7 @@ def run_master(plan: RunPlan, trial: TrialDirectory, gang: Gang, monkeypatch: py
 
 @contextmanager
 def context_of(plan: RunPlan, trial: TrialDirectory, kind: str) -> Iterator[WorkerContext]:
-    """What the first worker of a kind is given, without keys: it talks to nobody."""
+    """What the first worker of a kind is given; it talks to nobody."""
     names = MemoryNameService()
     keys = TrialKeys(UUID)
     names.add(keys.weights_in_use(), NOTHING_IN_USE)
@@ -221,7 +222,7 @@ def context_of(plan: RunPlan, trial: TrialDirectory, kind: str) -> Iterator[Work
             trial=trial,
             names=names,
             keys=keys,
-            secrets=cast(Any, None),
+            secrets=TrialSecrets.create(trial.path / "unused-secrets"),
             security=cast(Any, None),
             presence=presence,
         )
