@@ -26,6 +26,7 @@ from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import render_json
 from corral.launcher.trial.exits import tail_lines
 from corral.launcher.trial.find import load_facts
+from corral.launcher.trial.lock import is_locked
 from corral.launcher.trial.processes import trial_processes
 from corral.workers.data.arithmetic import make_preferences, make_problems, write_model
 from tests.launcher.trials import end_trial
@@ -251,6 +252,8 @@ class Trial:
         if ended[-1]["state"] != state:
             raise AssertionError(f"the trial is {ended[-1]}, not {state}\n{self.tails()}")
         self.wait_for(lambda: not self.processes(), "its last process to go", may_end=True)
+        # The end is recorded first; secrets go, and the page comes, before the supervisor leaves.
+        self.wait_for(lambda: not is_locked(self.directory), "its supervisor to leave", may_end=True)
 
     def wait_for(
         self,
