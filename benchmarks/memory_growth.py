@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,7 +136,8 @@ def _processes(trial: Path) -> dict[str, int]:
     for line in (trial / "events.jsonl").read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "worker_started":
-            pids[event["worker"]] = event["pid"]
+            with suppress(psutil.Error, IndexError):  # it has ended
+                pids[event["worker"]] = psutil.Process(event["pid"]).children()[0].pid  # the guard's only child
         elif event["event"] in ("redis_started", "supervisor_started"):
             pids[event["event"].removesuffix("_started")] = event["pid"]
     return pids

@@ -2,8 +2,9 @@
 
     python benchmarks/startup.py
 
-Starts one small GRPO trial and stops it after its first step. CPU seconds and memory are those of each process at that
-moment (PSS: memory that processes share is divided among them). Beside them, as the limit in the same run: the CPU
+Starts one small GRPO trial and stops it after its first step. CPU seconds and memory are those of each worker at that
+moment, with the processes that it has started and without its guard (PSS: memory that processes share is divided among
+them). Beside them, as the limit in the same run: the CPU
 seconds of a bare Python process, and of one that imports torch and a transformers model class.
 """
 
@@ -70,18 +71,21 @@ def _wait_for_first_step(metrics: Path) -> None:
 
 
 def _workers(trial: Path) -> list[tuple[str, int]]:
+    """Names, and process ids of their guards."""
     events = [json.loads(line) for line in (trial / "events.jsonl").read_text().splitlines()]
     pid_by_worker = {event["worker"]: event["pid"] for event in events if event["event"] == "worker_started"}
     return sorted(pid_by_worker.items())
 
 
 def _cost(worker: tuple[str, int]) -> tuple[str, float, float, bool]:
-    name, pid = worker
-    process = psutil.Process(pid)
-    times = process.cpu_times()
-    memory = process.memory_full_info()
-    has_torch = "libtorch" in Path(f"/proc/{pid}/maps").read_text()
-    return name, times.user + times.system, memory.pss / 2**20, has_torch
+    name, guard = worker
+    processes = psutil.Process(guard).children(recursive=True)
+    if not processes:
+        raise RuntimeError(f"{name} has ended: its guard {guard} has no process; look at the trial's logs")
+    times = [process.cpu_times() for process in processes]
+    memory = sum(process.memory_full_info().pss for process in processes)
+    has_torch = any("libtorch" in Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+    return name, sum(time.user + time.system for time in times), memory / 2**20, has_torch
 
 
 def _cpu_of(code: str) -> float:

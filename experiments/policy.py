@@ -278,7 +278,7 @@ class PolicyExperiment(Experiment):
         rewards = "rewards" if self.reward_model is None else MODEL_REWARDS
         of_episodes = EPISODE_KEYS if self.rollout.makes_episodes else ()
         keys = ("input_ids", "prompt_mask", "seq_no_eos_mask", rewards, "values", *of_episodes)
-        return (*keys, "old_logprobs", "ref_logprobs") if self.ppo.kl.is_charged else keys
+        return (*keys, "old_logprobs", "ref_logprobs", "versions") if self.ppo.kl.is_charged else keys
 
     def _train(self, role: str, implementation: str, keys: Sequence[str]) -> ModelFunctionCall:
         follows = [PushWeightsHook(target=ModelName("ref"), eta=self.ref.ema)] if self.ref and self.ref.ema else []

@@ -24,6 +24,10 @@ _OF_DECOUPLED_LOSS = (
 )  # fmt: skip
 
 
+LEAST_PROMPTS = 8
+"""Prompts of a step whose tokens of older weights can be compared with the trainer's numbers."""
+
+
 def _known_algorithm(name: str) -> str:
     if name not in PRESETS:
         raise ValueError(f"must be one of {', '.join(PRESETS)}; got {name!r}")

@@ -55,7 +55,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Ling team 2025, https://arxiv.org/abs/2510.18855: tokens on either side do.
     "icepop": {"behav_imp_weight_floor": 0.5, "behav_imp_weight_cap": 5.0},
     # Oh et al. 2018, https://arxiv.org/abs/1806.05635, on the answers of the step.
-    "self_imitation": {"loss": "corral.workers.algorithms.self_imitation:SelfImitation"},
+    "self_imitation": {
+        "loss": "corral.workers.algorithms.self_imitation:SelfImitation",
+        "use_decoupled_loss": False,
+    },
     # Yan et al. 2025, https://arxiv.org/abs/2504.14945; `rollout.demonstrations` says where the answers are.
     "luffy": {"loss": "corral.workers.algorithms.luffy:Luffy", "use_decoupled_loss": False},
     "sft_mix": {"loss": "corral.workers.algorithms.sft_mix:SFTMix", "use_decoupled_loss": False},

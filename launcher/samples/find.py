@@ -128,9 +128,11 @@ def name_of(row: Row) -> str:
 
 
 def gaps_of(row: Row) -> list[float] | None:
-    """By how much trainer and generator differ on each token; None where the trainer did not say."""
-    trainer, generator = row["trainer_logprobs"], row["logprobs"]
-    return None if trainer is None else [a - b for a, b in zip(trainer, generator, strict=True)]
+    """By how much trainer and generator differ on each token, 0 where no policy made it; None without the trainer's."""
+    trainer, columns = row["trainer_logprobs"], (row["logprobs"], row["versions"])
+    if trainer is None:
+        return None
+    return [a - b if version >= 0 else 0.0 for a, b, version in zip(trainer, *columns, strict=True)]
 
 
 @lru_cache(maxsize=4)  # of sorted rows, neighbours are of several steps

@@ -334,6 +334,14 @@ def test_train_step_reads_what_the_inferences_make(folder: Path) -> None:
     assert [(role.role, role.optimizer is None) for role in rank.roles] == [("actor", False), ("ref", True)]
 
 
+def test_a_critic_that_is_charged_a_divergence_knows_which_tokens_were_generated(folder: Path) -> None:
+    more = ("ppo.algorithm=ppo", f"critic.path={folder / 'model'}", f"ref.path={folder / 'model'}", "ppo.kl.coef=0.1")
+    for place in ("reward", "loss"):
+        plan = _plan(folder / "ppo.yaml", *more, f"ppo.kl.place={place}")
+        [keys] = [set(call.input_keys) for call in plan.master.calls if call.name == "critic_train"]
+        assert ({"old_logprobs", "ref_logprobs", "versions"} <= keys) is (place == "reward")
+
+
 def test_a_teacher_says_how_likely_the_tokens_are_and_no_row_needs_an_answer_then(folder: Path) -> None:
     rows = [json.dumps({"prompt": f"{n}+1="}) + "\n" for n in range(40)]
     (folder / "unanswered.jsonl").write_text("".join(rows))

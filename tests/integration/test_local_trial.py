@@ -83,7 +83,7 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     compared = check_generator_and_trainer_agreed(trial)
     trained = sum(line.get("train/tokens", 0.0) for line in trial.metrics())
     assert compared == trained if eta == 0 else 0 < compared < trained
-    assert "found      generator and trainer agree at version 0" in trial.run("rl-status")
+    assert "found      logprob check: OK, max difference " in trial.run("rl-status")
     check_kept_answers(trial)
     check_timeline(trial)
     evaluated = [line for line in trial.metrics() if "eval/accuracy" in line]

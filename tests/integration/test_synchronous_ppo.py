@@ -95,7 +95,10 @@ def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
     check_same_training(in_turns, asynchronous)
     check_generator_and_trainer_agreed(asynchronous)
     shown = in_turns.run("rl-status")
-    assert in_turns.status()["state"] == "COMPLETE" and "\nALARM      generator and trainer differ by " in shown
+    assert (
+        in_turns.status()["state"] == "COMPLETE"
+        and "\nALARM      logprob check: generator and trainer differ by " in shown
+    )
     assert "\n           - arithmetic: the differences are small and follow no pattern, as rounding does" in shown
 
 

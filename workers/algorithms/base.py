@@ -11,7 +11,7 @@ Everything larger that a checkpoint must keep lives in the engine.
 """
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.requests.messages import TrainNotice
 
+MaskT = TypeVar("MaskT", Tensor, npt.NDArray[np.bool_])
 CallKeys = Mapping[CallType, tuple[Key, ...]]
 """Keys by the kind of call that reads or makes them."""
 
@@ -140,6 +141,19 @@ def response_mask(sample: SequenceSample) -> npt.NDArray[np.bool_]:
     is_first[np.concatenate([[0], ends[:-1]]) if len(ends) else []] = True
     prompt_mask: npt.NDArray[np.bool_] = np.asarray(sample.data["prompt_mask"], dtype=np.bool_)
     return ~prompt_mask[~is_first]
+
+
+def generated(keys: Mapping[str, Any], mask: MaskT) -> MaskT:
+    """The entries of the mask whose tokens the policy generated.
+
+    A demonstration has version -1 and log-probability 0: the 0 is a marker. A comparison with the policy that
+    generated, and an estimate from draws of the policy, read these entries alone.
+
+    Args:
+        keys: of a sample or a micro-batch; without `versions` there are no demonstrations.
+        mask: [T] bool, of response tokens.
+    """
+    return mask & (keys["versions"] >= 0) if "versions" in keys else mask
 
 
 def compute_logprobs(

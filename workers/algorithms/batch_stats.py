@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from corral.scheduling.keys import EPISODES, ROUTED_EXPERTS, TURN_REWARDS
-from corral.workers.algorithms.base import response_mask
+from corral.workers.algorithms.base import generated, response_mask
 from corral.workers.algorithms.functional.packed import sum_per_answer
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
@@ -52,15 +52,16 @@ def batch_stats(sample: SequenceSample, *, version: int, context: ParallelContex
         per_answer["no_eos_fraction"] = np.asarray(sample.data["seq_no_eos_mask"])[ends].sum()
     if "versions" in sample.data:
         versions = np.asarray(sample.data["versions"], dtype=np.int64)
-        staleness = np.where(versions < 0, 0, version - versions)[responses]  # what was shown has no age
+        staleness = (version - versions)[generated(sample.data, responses)]  # a demonstration has no age
         per_token["staleness/mean"] = staleness.sum()
         largest["staleness/max"] = staleness.max(initial=0)
     if ROUTED_EXPERTS in sample.data:
         per_token["ppo/replayed_fraction"] = _is_told(sample)[responses].sum()
-    counts = {"answers": rewards.size, "tokens": responses.sum()}
+    counts = {"answers": rewards.size, "tokens": responses.sum(), "generated": generated(sample.data, responses).sum()}
     total = context.sum_over_ranks({name: float(n) for name, n in (per_answer | per_token | counts).items()})
     stats = {name: total[name] / max(total["answers"], 1.0) for name in per_answer}
-    stats |= {name: total[name] / max(total["tokens"], 1.0) for name in per_token}
+    for name in per_token:
+        stats[name] = total[name] / max(total["generated" if name == "staleness/mean" else "tokens"], 1.0)
     stats["rewards/std"] = max(0.0, stats["rewards/std"] - stats["rewards/mean"] ** 2) ** 0.5
     stats["ppo/num_answers"] = total["answers"]
     return stats | context.max_over_ranks({name: float(n) for name, n in largest.items()})

@@ -1,7 +1,7 @@
 """Why generator and trainer disagree: the shape of the differences, and what is configured ──► causes, likeliest first.
 
     agreed before ──► the weights of this version      follows temperature ──► temperature      never negative ──► top_p
-    types differ, or small without a pattern ──► arithmetic      some answers, later tokens only ──► where to look
+    types differ, or small without a pattern ──► arithmetic      some answers only ──► where to look
 
 Pure. Every sentence rests on something that was measured or configured; where nothing stands out, it says what is left.
 """
@@ -21,7 +21,6 @@ _COARSE_NATS = 0.5
 weights are as coarse, and so may keys and values, or experts, be that are a version older than the token."""
 _COARSE_MEAN_NATS = 0.1  # the mean in bfloat16 is 0.03 (measured), and less with weights that are rounded to 8 bits
 _TEMPERATURE_SHARE = 0.5  # of the squared differences: 0.5 to 1 for temperatures up to 2.5 times off, 0.0 for rounding
-_LASTING_SHARE = 0.5  # of the tokens from the first one on: one token of many that stands out says nothing of a place
 _MOST_ROUNDING_NATS = 0.05  # mean over tokens: 0.03 was measured in bfloat16, and wrong weights give more than 0.1
 
 
@@ -117,15 +116,7 @@ def _standing_causes(gap: LogprobGap, sides: TwoSides, *, version: int) -> Itera
 
 def _whereabouts(gap: LogprobGap) -> Iterator[str]:
     if 0 < gap.num_answers_beyond < gap.num_answers:
-        yield (
-            f"in {gap.num_answers_beyond} of {gap.num_answers} answers only: one of several servers, or one kind of "
-            "prompt"
-        )
-    if gap.onset > 0 and gap.share_from_onset > _LASTING_SHARE:
-        yield (
-            f"those answers begin with {gap.onset} tokens or more that agree, and then do not: keys and values kept "
-            "from other weights, or positions"
-        )
+        yield f"in {gap.num_answers_beyond} of {gap.num_answers} answers only: compare their servers and their prompts"
 
 
 def _remedy(sides: TwoSides) -> Iterator[str]:

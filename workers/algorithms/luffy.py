@@ -37,6 +37,7 @@ class Luffy(FrozenConfig):
             raise ValueError("LUFFY has a ratio of its own; set ppo.use_decoupled_loss: false")
         keys, own = micro_batch.tensors, ppo(scores, micro_batch, config)
         is_shown = keys["loss_mask"] & (keys["versions"] < 0)
+        stats = {name: torch.where(is_shown, 0.0, values) for name, values in own.stats.items()}
         probabilities = torch.exp(scores.logprobs)
         shown = -keys["advantages"] * probabilities / (probabilities + self.gamma)
-        return TokenLosses(torch.where(is_shown, shown, own.losses), {**own.stats, "luffy/shown_fraction": is_shown})
+        return TokenLosses(torch.where(is_shown, shown, own.losses), stats | {"luffy/shown_fraction": is_shown})

@@ -8,6 +8,7 @@ train_step   rewards ─► shaped rewards ─► advantages ┐
              divergence from the reference ─► KL coefficient of the next step                    │ too far: stop early
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from corral.workers.algorithms.base import (
     CallKeys,
     ModelInterface,
     compute_logprobs,
+    generated,
     sum_over_mask,
 )
 from corral.workers.algorithms.batch_stats import batch_stats
@@ -51,6 +53,9 @@ from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.requests.messages import TrainNotice
 
 _RATIO, _APPROX_KL = "ppo/importance_weight", "ppo/approx_kl"
+_GENERATED = "ppo/generated_fraction"
+_OF_GENERATED = frozenset({_RATIO, _APPROX_KL, "ppo/ref_kl", "ppo/teacher_kl"})
+"""Statistics whose means are over the tokens that the policy generated: those of demonstrations are 0."""
 
 
 class PPOActorInterface(ModelInterface):
@@ -131,11 +136,10 @@ class PPOActorInterface(ModelInterface):
                 stats.append({STEPS_SKIPPED_EARLY: 1.0})
                 continue
             loss = self._loss if stats else FirstPass(self._loss)
-            stats.append(
-                engine.train_batch(
-                    mini_batch, loss_fn=loss, temperature=self._temperature, may_step=self._is_near_center
-                )
+            means = engine.train_batch(
+                mini_batch, loss_fn=loss, temperature=self._temperature, may_step=self._is_near_center
             )
+            stats.append(_over_generated(means))
             if isinstance(loss, FirstPass):
                 gap = self._gap.look(mini_batch, loss, of=prepared, version=version, context=context)
                 # The only mini-batch is all there is, and its own scores are those that the step begins with.
@@ -175,7 +179,7 @@ class PPOActorInterface(ModelInterface):
 
     def _is_near_center(self, means: Mapping[str, float]) -> bool:
         """Whether the policy is still near the one that its data is read with; see the two limits of the config."""
-        ratio, kl = self._config.early_stop_imp_ratio, self._config.early_stop_kl
+        means, ratio, kl = _over_generated(means), self._config.early_stop_imp_ratio, self._config.early_stop_kl
         return (ratio is None or means[_RATIO] <= ratio) and (kl is None or means[_APPROX_KL] <= kl)
 
     def _loss(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
@@ -188,8 +192,11 @@ class PPOActorInterface(ModelInterface):
         asked = None if scores.asked is None else torch.where(loss_mask[:, None], scores.asked, 0.0)
         masked = TokenScores(torch.where(loss_mask, scores.logprobs, 0.0), scores.entropy, asked)
         policy = self._policy_loss(masked, micro_batch, config)
-        ratio, log_ratio = importance_ratio(masked.logprobs.detach(), center_logprobs(micro_batch, config), loss_mask)
-        stats = {_RATIO: ratio, _APPROX_KL: -log_ratio, "ppo/entropy": scores.entropy, **policy.stats}
+        is_generated = generated(keys, loss_mask)
+        center = center_logprobs(micro_batch, config)
+        ratio, log_ratio = importance_ratio(masked.logprobs.detach(), center, is_generated)
+        stats = {_RATIO: ratio * is_generated, _APPROX_KL: -log_ratio, _GENERATED: is_generated}
+        stats |= {"ppo/entropy": scores.entropy, **policy.stats}
         losses = policy.losses
         if "behaviour_weights" in keys:
             losses = losses * keys["behaviour_weights"]
@@ -199,16 +206,17 @@ class PPOActorInterface(ModelInterface):
         if config.kl.coef > 0.0:
             reference = torch.where(loss_mask, keys["ref_logprobs"], 0.0)
             kl = approximate_kl(masked.logprobs, reference, estimator=config.kl.estimator_in_place)
-            stats["ppo/ref_kl"] = kl
+            kl = stats["ppo/ref_kl"] = torch.where(is_generated, kl, 0.0)
             if config.kl.place == "loss":
                 losses = losses + self._kl.coefficient * kl
         if config.distillation.coef > 0.0:
             divergence = _teacher_kl(masked, keys, config.distillation)
-            stats["ppo/teacher_kl"] = divergence.detach()
+            stats["ppo/teacher_kl"] = torch.where(is_generated, divergence.detach(), 0.0)
             if config.distillation.top_k is not None:
                 losses = losses + config.distillation.coef * divergence
         if config.entropy_coef > 0.0:
-            losses = losses - config.entropy_coef * entropy_of_samples(masked.logprobs, scores.entropy)
+            entropy = entropy_of_samples(masked.logprobs, scores.entropy)
+            losses = losses - config.entropy_coef * torch.where(is_generated, entropy, 0.0)
         weights, denominator = reduction_weights(
             loss_mask,
             [length - 1 for length in micro_batch.segment_lengths],
@@ -218,6 +226,13 @@ class PPOActorInterface(ModelInterface):
         )
         sums = sum_over_mask(TokenLosses(losses, stats), loss_mask, weights=keys["loss_weights"] * weights)
         return replace(sums, denominators=(denominator, loss_mask.sum()))
+
+
+def _over_generated(means: Mapping[str, float]) -> dict[str, float]:
+    """The statistics of a mini-batch, some of which are means over fewer tokens than its loss mask has."""
+    share = max(means.get(_GENERATED, 1.0), sys.float_info.min)
+    own = {name: value for name, value in means.items() if name != _GENERATED}
+    return {name: value / share if name in _OF_GENERATED else value for name, value in own.items()}
 
 
 def _episode_counts(keys: Mapping[str, Tensor]) -> EpisodeCounts | None:

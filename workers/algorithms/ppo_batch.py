@@ -30,7 +30,7 @@ from torch import Tensor
 from corral.experiments.config.algorithm import KLConfig, PPOConfig
 from corral.scheduling.keys import EPISODES, TURN_REWARDS, Key, KeyLayout
 from corral.workers.algorithms.advantage import AdvantageBatch, AdvantageEstimator
-from corral.workers.algorithms.base import response_mask
+from corral.workers.algorithms.base import generated, response_mask
 from corral.workers.algorithms.functional.advantages import overlong_penalty
 from corral.workers.algorithms.functional.kl import adapt_kl_coefficient, approximate_kl, token_rewards
 from corral.workers.algorithms.functional.normalization import normalize_over_batch, normalize_per_group
@@ -48,20 +48,24 @@ class BatchFacts:
     is_finite: bool
     """Whether every number that training would read is."""
     num_answers: float
+    """Without demonstrations, where the sample says which they are."""
     kl_per_answer: float
-    """Nats of k1 between the policy that generated and the reference, mean over answers; 0 without a reference."""
+    """Nats of k1 between the policy that generated and the reference, mean over these; 0 without a reference."""
 
 
 def measure_batch(sample: SequenceSample, context: ParallelContext) -> BatchFacts:
     """One sum over the ranks."""
     responses = response_mask(sample)
+    shown = torch.from_numpy(responses & ~generated(sample.data, responses)).int()
+    num_shown = int((sum_per_answer(shown, [length - 1 for length in sample.answer_lengths()]) > 0).sum())
     kl = 0.0
     if {"old_logprobs", "ref_logprobs"} <= sample.data.keys():
         with np.errstate(invalid="ignore"):  # infinities are found below
-            kl = float((sample.data["old_logprobs"] - sample.data["ref_logprobs"]).sum(where=responses, dtype=float))
+            difference = sample.data["old_logprobs"] - sample.data["ref_logprobs"]
+            kl = float(difference.sum(where=generated(sample.data, responses), dtype=float))
     nonfinite = _num_nonfinite(sample, responses)
     local = {
-        "answers": float(len(sample.episode_sizes())),
+        "answers": float(len(sample.episode_sizes()) - num_shown),
         "kl": kl if math.isfinite(kl) else 0.0,
         "nonfinite": float(nonfinite),
     }
@@ -127,7 +131,7 @@ def advantage_batch(config: PPOConfig, sample: SequenceSample, *, kl_coefficient
     return AdvantageBatch(
         token_rewards=token_rewards(
             torch.from_numpy(shape_rewards(config, sample)),
-            kl,
+            torch.where(generated(tensors, responses), kl, 0.0),
             responses,
             lengths,
             kl_coefficient=kl_coefficient,
@@ -177,13 +181,13 @@ def prepare_actor_sample(
 
 
 def teacher_advantages(batch: AdvantageBatch) -> Tensor:
-    """[T] nats by which the teacher finds each token likelier than its maker did; 0 on given tokens.
+    """[T] nats by which the teacher finds each token likelier than its policy did; 0 on tokens that no policy made.
 
     Their mean over what a policy makes is minus its reverse KL divergence to the teacher, and the gradient of that is
     the policy gradient with these advantages: nothing of a later token is an earlier one's merit (discount 0).
     """
     advantages = -approximate_kl(batch.tensors["old_logprobs"], batch.tensors["teacher_logprobs"], estimator="k1")
-    return torch.where(batch.response_mask, advantages, 0.0)
+    return torch.where(generated(batch.tensors, batch.response_mask), advantages, 0.0)
 
 
 def _with_episode_tokens(sample: SequenceSample) -> SequenceSample:
@@ -207,11 +211,15 @@ def weigh_behaviour(
     *,
     answer_lengths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """(weights of the tokens in the decoupled loss, the loss mask without those that it leaves out)."""
+    """(weights of the tokens in the decoupled loss, the loss mask without those that it leaves out).
+
+    Bounds leave no demonstration out: its weight is its probability, as that of a policy that says nothing else.
+    """
+    is_generated = generated(keys, loss_mask)
     weights, kept = behaviour_weights(
         proximal_logprobs,
         keys["old_logprobs"],
-        loss_mask,
+        is_generated,
         cap=config.behav_imp_weight_cap,
         floor=config.behav_imp_weight_floor,
         truncates=config.behav_imp_weight_mode == "truncate",
@@ -223,11 +231,12 @@ def weigh_behaviour(
             proximal_logprobs,
             keys["old_logprobs"],
             keys["advantages"],
-            loss_mask,
+            is_generated,
             answer_lengths,
             most_nats=config.off_policy_mask,
         )
-    return torch.where(kept, weights, 0.0), kept
+    is_shown = loss_mask & ~is_generated
+    return torch.where(is_shown, proximal_logprobs.exp(), torch.where(kept, weights, 0.0)), kept | is_shown
 
 
 def _normalize(config: PPOConfig, advantages: Tensor, batch: AdvantageBatch, context: ParallelContext) -> Tensor:

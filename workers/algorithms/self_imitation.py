@@ -19,13 +19,19 @@ from corral.workers.backends.token_scores import TokenScores
 
 
 class SelfImitation(FrozenConfig):
-    """A policy loss."""
+    """A policy loss.
+
+    Raises:
+        ValueError: with `use_decoupled_loss`, whose weights and cap would act on the imitation, too.
+    """
 
     coef: float = Field(default=0.1, ge=0.0)
     """Weight of what is imitated."""
     inputs: ClassVar[tuple[Key, ...]] = ()
 
     def __call__(self, scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
+        if config.use_decoupled_loss:
+            raise ValueError("self-imitation has no ratio; set ppo.use_decoupled_loss: false")
         clipped, better = ppo(scores, micro_batch, config), micro_batch.tensors["advantages"].clamp(min=0.0)
         stats = {**clipped.stats, "self_imitation/fraction": better > 0.0}
         return TokenLosses(clipped.losses - self.coef * better * scores.logprobs, stats)

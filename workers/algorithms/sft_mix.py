@@ -37,5 +37,6 @@ class SFTMix(FrozenConfig):
             raise ValueError("what was shown has no policy that made it; set ppo.use_decoupled_loss: false")
         keys, own = micro_batch.tensors, ppo(scores, micro_batch, config)
         is_shown = keys["loss_mask"] & (keys["versions"] < 0)
+        stats = {name: torch.where(is_shown, 0.0, values) for name, values in own.stats.items()}
         losses = torch.where(is_shown, -self.coef * scores.logprobs, own.losses)
-        return TokenLosses(losses, {**own.stats, "sft_mix/shown_fraction": is_shown})
+        return TokenLosses(losses, stats | {"sft_mix/shown_fraction": is_shown})

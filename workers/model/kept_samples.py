@@ -25,6 +25,7 @@ from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.samples import PART, samples_file, schema
 from corral.scheduling.keys import EPISODES, REMARKS, REWARD_PARTS, KeyLayout
+from corral.workers.algorithms.base import generated
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.streams.closing import Closing
 
@@ -134,8 +135,9 @@ class KeptSamples(Closing):
         first = int(np.argmin(given)) if not given.all() else len(ids)
         made, advantages = ~given, values["advantages"]
         trainer = values.get("proximal_logprobs")
-        gaps = None if trainer is None else np.abs(trainer - values["old_logprobs"])[made]
-        versions = values["versions"][made]
+        is_generated = generated(values, made)
+        gaps = None if trainer is None else np.abs(trainer - values["old_logprobs"])[is_generated]
+        versions = values["versions"][is_generated]
         told = [None if isnan(number) else float(number) for number in values.get(REWARD_PARTS, ())]
         return {
             "answer": int(values[EPISODES][0]) if EPISODES in values else at,

@@ -15,7 +15,7 @@ from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.samples import files_by_step
-from corral.launcher.samples.find import KeptAnswers, by_prompt, name_of
+from corral.launcher.samples.find import KeptAnswers, by_prompt, gaps_of, name_of
 from corral.launcher.samples.show import as_diff, as_table, as_whole, dropped_table, prompts_table
 from corral.scheduling.keys import remarks_key
 from corral.workers.algorithms.advantage import advantage_named
@@ -72,6 +72,16 @@ def test_what_is_kept_is_what_was_trained_on_token_by_token(tmp_path: Path, toke
     assert row["staleness"] == 3 - min(np.array(row["versions"])[made])
     text = load_tokenizer(tokenizer).decode(row["ids"], skip_special_tokens=False)
     assert row["prompt"] + row["said"] == text and row["remarks"] == "fine"
+
+
+def test_a_demonstration_has_no_gap_and_no_age(tmp_path: Path, tokenizer: Path) -> None:
+    sample = learned(num_prompts=1)
+    first = np.arange(sample.total_length("versions")) < sample.answer_lengths("versions")[0]
+    sample = sample.with_key("versions", np.where(first, -1, sample.data["versions"]).astype(np.int32))
+    keep(tmp_path, tokenizer, {3: sample}, prompts_per_step=None)
+    shown, made = KeptAnswers(tmp_path).read([4])
+    assert (shown["gap"], shown["staleness"]) == (None, 0) and set(gaps_of(shown) or []) == {0.0}
+    assert made["gap"] > 0.0 and any(gaps_of(made) or [])
 
 
 def test_some_prompts_of_a_step_stand_for_all_and_the_oldest_steps_make_room(tmp_path: Path, tokenizer: Path) -> None:

@@ -442,12 +442,13 @@ def test_what_was_compared_of_the_last_step_is_shown_beside_what_it_may_be() -> 
     def shown(**metrics: float) -> str:
         return render_trial(dataclasses.replace(describe(HEALTHY), metrics=metrics))
 
-    line = "\ncompared   61% of the last step's tokens, of weights of any age"
-    newest = {"gap/coverage": 0.61, "gap/of_allowed": 0.2231}
-    assert f"{line}: they differ by 0.22 of what they may\n" in shown(**newest)
-    assert "compared   0% of the last step's tokens, of weights of any age\n" in shown(
-        **{**newest, "gap/coverage": 0.0}
-    )
+    line = "\ncompared   logprob check: 61% of the last step's tokens"
+    newest = {"gap/coverage": 0.61, "gap/of_allowed": 0.2231, "drift/prompts": 4.0}
+    assert f"{line}, 0.22 of the evidence for an alarm\n" in shown(**newest)
+    few = "\ncompared   logprob check: too few prompts for a verdict (4 of at least 8)\n"
+    assert few in shown(**{**newest, "gap/coverage": 0.0})
+    none = shown(**{**newest, "gap/coverage": 0.0, "drift/prompts": 8.0})
+    assert "compared   logprob check: 0% of the last step's tokens\n" in none
     assert "compared" not in shown(step=3)
 
 

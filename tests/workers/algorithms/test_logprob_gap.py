@@ -54,10 +54,6 @@ def test_the_gap_is_that_of_a_slow_loop_however_answers_are_spread_over_ranks(
     assert gap.largest == max((abs(difference) for difference in every), default=0.0)
     assert gap.most_negative == max([0.0, *(-difference for difference in every)])
     assert gap.num_answers_beyond == sum(map(any, beyond))
-    if any(map(any, beyond)):
-        after = [answer[answer.index(True) :] for answer in beyond if any(answer)]
-        assert gap.onset == min(answer.index(True) for answer in beyond if any(answer))
-        assert gap.share_from_onset == pytest.approx(sum(map(sum, after)) / sum(map(len, after)))
     if every:
         assert gap.mean == pytest.approx(sum(map(abs, every)) / len(every), abs=1e-12)
         assert gap.kl == pytest.approx(sum(math.exp(-d) - 1.0 + d for d in every) / len(every), abs=1e-9)
@@ -163,13 +159,10 @@ def test_a_truncated_distribution_is_recognised_where_one_is_sampled_from() -> N
     assert "top_p" not in causes(shifted(renormalised, 0.02), sides(top_p=0.9))
 
 
-def test_where_the_differences_are_says_where_to_look() -> None:
+def test_differences_of_some_answers_say_where_to_look() -> None:
     fine = sampled(200, temperature=0.8)
     only_some = causes(shifted(fine, 2.0, chosen=lambda answer, token: answer < 3), sides())
-    assert "in 3 of 10 answers only" in only_some and "begin with" not in only_some
-    late = causes(shifted(fine, 2.0, chosen=lambda answer, token: token >= 16), sides())
-    assert "begin with 16 tokens or more that agree" in late and "answers only" not in late
-    assert "begin with" not in causes(shifted(fine, 2.0, chosen=lambda answer, token: token == 6), sides())
+    assert "in 3 of 10 answers only" in only_some
 
 
 def test_an_alarm_says_whether_anything_corrects_for_the_difference() -> None:

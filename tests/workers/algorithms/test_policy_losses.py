@@ -244,18 +244,19 @@ def test_cispo_clips_the_weight_and_never_the_gradient(low: float, high: float |
 def test_self_imitation_adds_what_came_out_better_whatever_the_clip_says() -> None:
     t, mask = Tokens(), torch.ones(NUM_TOKENS, dtype=torch.bool)
     logprobs = torch.tensor(t.current, requires_grad=True)
-    keys = {"advantages": torch.tensor(t.advantages), "proximal_logprobs": torch.tensor(t.proximal), "loss_mask": mask}
-    made = SelfImitation(coef=0.3)(
-        TokenScores(logprobs, torch.zeros(NUM_TOKENS)), cast(MicroBatch, SimpleNamespace(tensors=keys)), PPOConfig()
-    )
+    keys = {"advantages": torch.tensor(t.advantages), "old_logprobs": torch.tensor(t.old), "loss_mask": mask}
+    scores, batch = TokenScores(logprobs, torch.zeros(NUM_TOKENS)), cast(MicroBatch, SimpleNamespace(tensors=keys))
+    made = SelfImitation(coef=0.3)(scores, batch, PPOConfig(use_decoupled_loss=False))
     made.losses.sum().backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
     for i in range(NUM_TOKENS):
-        loss, slope = slow_ppo_token(t.current[i], t.proximal[i], t.advantages[i], low=0.2, high=0.2, c_clip=None)
+        loss, slope = slow_ppo_token(t.current[i], t.old[i], t.advantages[i], low=0.2, high=0.2, c_clip=None)
         better = max(t.advantages[i], 0.0)
         assert float(made.losses.detach()[i]) == pytest.approx(loss - 0.3 * better * t.current[i], abs=1e-9)
         assert float(logprobs.grad[i]) == pytest.approx(slope - 0.3 * better, abs=1e-9)
     assert made.stats["self_imitation/fraction"].tolist() == (t.advantages > 0).tolist()
+    with pytest.raises(ValueError, match="set ppo.use_decoupled_loss: false"):
+        SelfImitation()(scores, batch, PPOConfig())
 
 
 @pytest.mark.parametrize("loss", [Luffy(gamma=0.2), SFTMix(coef=0.3)], ids=["luffy", "sft_mix"])

@@ -1,29 +1,25 @@
-"""How far the generator's log-probabilities are from the trainer's: token by token, then as sums that ranks add up.
+"""How far the generator's log-probabilities are from the trainer's, and when the difference is an alarm.
 
-    recorded, recomputed, entropy [n] ──► ComparedTokens ──sums, maxima──► over all ranks ──► LogprobGap
+    tokens of the trainer's version   ComparedTokens ──sums, maxima over ranks──► LogprobGap: exact, token by token
+    tokens of older versions          MeanSize of their differences                   ┐
+    answers before and after updates  MeanSize of what each update changed (Drift)    ┴──evidence──► Alarm
 
-The n tokens were made by the weights that the trainer computes with. Nothing but arithmetic is left between the two
-sides then, so that a difference beyond rounding is a mistake of one of them, and its shape says of which kind.
-
-A temperature other than the trainer's shows itself to first order (derivative of log softmax(b z) in b, b = 1 / T):
+Tokens of the trainer's version: nothing but arithmetic is left between the two sides, so that a difference beyond
+rounding is a mistake of one of them. Its shape says of which kind. A temperature other than the trainer's shows itself
+to first order (derivative of log softmax(b z) in b, b = 1 / T):
 
     recorded - recomputed = (T / T_generator - 1) * (recomputed + entropy)
 
 A fit of that one number over all tokens gives the generator's temperature, and how much of the squared differences it
 explains says whether it was the temperature.
 
-What tokens of older weights may differ by follows from how far updates have moved log-probabilities (`Drift`), and
-when an alarm ends from what was compared (`Alarm`).
-
-update of version v ── the same answers scored before and after ──► moved[v], nats
-token of version v - a at version v ──► may differ by what a step's arithmetic may, and by what a updates have moved
-
-agree ── a comparison beyond its bound ──► alarm, owing its tokens ── as many that would have shown it ──► agree
-
-Pure.
+Tokens of older versions differ by what was learned since. The same updates moved other answers, which are scored before
+and after. The logarithm of the ratio of the two means, less a tolerance, over its variance is the evidence of a step.
+Evidence adds up over steps, at most half of an alarm in each: an alarm takes two steps or more, and so does its end.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
@@ -32,12 +28,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from corral.experiments.config.algorithm import LEAST_PROMPTS
 from corral.workers.algorithms.functional.kl import approximate_kl
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
-_DIFFERENCE, _ONSET, _NEGATIVE = "difference", "minus_onset", "negative"
+_DIFFERENCE, _NEGATIVE = "difference", "negative"
+_LEAST_TOKENS: Final = 100
+_FEW_PROMPTS: Final = 12.0  # with so many, a variance is taken to be twice what it seems
+_TOLERANCE: Final = 0.2  # of a log ratio: new answers may move more than those that were trained on
+_LEAST_VARIANCE: Final = 0.02  # of a log ratio: the two kinds of answers are never quite alike
+_NEEDED: Final = 12.0  # evidence of an alarm; benchmarks/logprob_alarm.py has the rates that follow
+_ROUNDING: Final = 1e-9  # of evidence that was added up
+_MAX_KEPT: Final = 64  # updates; answers that began before that many of them are not compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,36 +67,26 @@ class ComparedTokens:
         recorded, recomputed = torch.from_numpy(self.recorded), torch.from_numpy(self.recomputed)
         return np.asarray(approximate_kl(recorded, recomputed, estimator="k3").numpy(), dtype=np.float64)
 
-    def totals(self, *, threshold: float | Floats) -> tuple[dict[str, float], dict[str, float]]:
-        """What adds up over ranks, and what the largest over ranks is of interest of; a minimum is that of negatives.
+    def totals(self, *, threshold: float) -> tuple[dict[str, float], dict[str, float]]:
+        """What adds up over ranks, and what the largest over ranks is of interest of.
 
         Args:
-            threshold: nats that tokens may differ by, all alike or [n] each by its own.
+            threshold: nats that a token may differ by.
         """
         difference = self.difference
         size, effect = np.abs(difference), self.recomputed + self.entropy
-        beyond = np.flatnonzero(size > threshold)
-        answers, first = np.unique(self.answer[beyond], return_index=True)  # those with such a token, the first of each
-        first = beyond[first]
-        onsets = first - np.searchsorted(self.answer, answers)
         sums = {
             "tokens": len(size),
             "unequal": np.count_nonzero(size),
             "difference": size.sum(),
             "kl": self.kl().sum(),
-            "answers": np.count_nonzero(np.diff(self.answer, prepend=-1)),
-            "answers_beyond": len(answers),
-            "beyond": len(beyond),
-            "from_onset": (np.searchsorted(self.answer, answers, side="right") - first).sum(),
+            "answers": len(np.unique(self.answer)),
+            "answers_beyond": len(np.unique(self.answer[size > threshold])),
             "squares": np.square(difference).sum(),
             "effect_squares": np.square(effect).sum(),
             "effect_products": (effect * difference).sum(),
         }
-        maxima = {
-            _DIFFERENCE: size.max(initial=0.0),
-            _NEGATIVE: (-difference).max(initial=0.0),
-            _ONSET: -onsets.min(initial=np.iinfo(np.int32).max),
-        }
+        maxima = {_DIFFERENCE: size.max(initial=0.0), _NEGATIVE: (-difference).max(initial=0.0)}
         return {key: float(n) for key, n in sums.items()}, {key: float(n) for key, n in maxima.items()}
 
 
@@ -114,10 +108,6 @@ class LogprobGap:
     num_answers: int
     num_answers_beyond: int
     """Answers with a token that differs by more than the threshold."""
-    onset: int
-    """Compared tokens of an answer before the first such token; the fewest over those answers."""
-    share_from_onset: float
-    """Share of such tokens among those that come after the first of their answer, with it; 0 without any."""
     temperature_ratio: float
     """The trainer's temperature divided by the one that would explain the differences best."""
     explained_by_temperature: float
@@ -137,58 +127,92 @@ class LogprobGap:
             kl=sums["kl"] / num_tokens,
             num_answers=int(sums["answers"]),
             num_answers_beyond=int(sums["answers_beyond"]),
-            onset=int(-maxima[_ONSET]),
-            share_from_onset=sums["beyond"] / max(sums["from_onset"], 1.0),
             temperature_ratio=1.0 + products / effect if effect > 0.0 else 1.0,
             explained_by_temperature=products**2 / (effect * squares) if effect * squares > 0.0 else 0.0,
         )
 
 
-def comparable(recorded: npt.ArrayLike, recomputed: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-    """[n] whether both numbers are finite; a step with others trains nothing, and says so."""
-    finite: npt.NDArray[np.bool_] = np.logical_and(np.isfinite(recorded), np.isfinite(recomputed))
-    return finite
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanSize:
+    """The mean over tokens of a difference without its sign, with its sampling error between prompts."""
 
+    mean: float
+    """Nats."""
+    variance: float
+    """Of the logarithm of the mean."""
+    num_tokens: int
+    num_prompts: int
 
-_MAX_KEPT: Final = 64  # updates; answers that began before that many of them are not compared
+    @staticmethod
+    def sums(differences: Floats, prompts: Integers) -> dict[str, float]:
+        """What adds up over ranks.
+
+        Args:
+            differences: [n] nats.
+            prompts: [n] the number of each token's prompt.
+        """
+        _, number, tokens = np.unique(prompts, return_inverse=True, return_counts=True)
+        sizes = np.bincount(number, np.abs(differences), len(tokens))
+        return {
+            "prompts": float(len(tokens)),
+            "tokens": float(tokens.sum()),
+            "sizes": float(sizes.sum()),
+            "tokens_tokens": float((tokens * tokens).sum()),
+            "sizes_tokens": float((sizes * tokens).sum()),
+            "sizes_sizes": float((sizes * sizes).sum()),
+        }
+
+    @classmethod
+    def of(cls, sums: Mapping[str, float]) -> "MeanSize":
+        """From what all ranks' `sums` add up to.
+
+        The variance is that of a ratio of sums, linearised (Cochran, Sampling Techniques, ch. 6), and larger the fewer
+        the prompts are: the sizes have heavy tails, which a few prompts seldom show.
+        """
+        count, tokens, sizes = sums["prompts"], sums["tokens"], sums["sizes"]
+        variance = 0.0 if count > 1.0 else math.inf
+        if count > 1.0 and sizes**2 > 0.0:
+            mean = sizes / tokens
+            residual = sums["sizes_sizes"] - 2 * mean * sums["sizes_tokens"] + mean**2 * sums["tokens_tokens"]
+            variance = count / (count - 1.0) * max(residual, 0.0) / sizes**2 * (1.0 + (_FEW_PROMPTS / count) ** 2)
+        return cls(mean=sizes / max(tokens, 1.0), variance=variance, num_tokens=int(tokens), num_prompts=int(count))
+
+    def evidence(self, allowed: float, variance: float) -> float | None:
+        """In [-1/2, 1/2]: above 0 if these differences are larger than updates explain, 1 is an alarm.
+
+        None if there are too few prompts or tokens for a verdict.
+
+        Args:
+            allowed: nats that updates and rounding explain.
+            variance: of its logarithm.
+        """
+        variance += self.variance + _LEAST_VARIANCE
+        if self.num_prompts < LEAST_PROMPTS or self.num_tokens < _LEAST_TOKENS or not math.isfinite(variance):
+            return None
+        excess = math.log(max(self.mean, 1e-30) / allowed) - _TOLERANCE
+        return min(max(excess / variance / _NEEDED, -0.5), 0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
     """How far each update has moved log-probabilities, as far as it was measured."""
 
-    moved: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    """Nats, a root of the mean of squares over tokens, by the version that the update began with."""
+    moved: Mapping[int, tuple[float, float]] = field(default_factory=lambda: MappingProxyType({}))
+    """By the version that the update began with: nats, a mean over tokens; the variance of its logarithm."""
 
-    def after(self, version: int, moved: float) -> "Drift":
+    def after(self, version: int, moved: float, variance: float) -> "Drift":
         """With one more update; one that is made again, after a resume, counts as it was made last."""
-        newest = sorted({**self.moved, version: moved}.items())[-_MAX_KEPT:]
+        newest = sorted({**self.moved, version: (moved, variance)}.items())[-_MAX_KEPT:]
         return Drift(MappingProxyType(dict(newest)))
 
-    def since(self, versions: npt.NDArray[np.int64], *, version: int) -> npt.NDArray[np.float64]:
-        """[n] nats that the updates since each version have moved in all; NaN where one of them was not measured."""
-        sums = {
-            made: sum((self.moved.get(update, np.nan) for update in range(made, version)), 0.0)
-            for made in np.unique(versions).tolist()
-        }
-        return np.array([sums[made] for made in versions.tolist()], np.float64)
+    def since(self, made: int, *, version: int) -> tuple[float, float]:
+        """(nats that the updates since version `made` have moved in all, the largest of their variances).
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """What comparing some tokens has shown, over all ranks."""
-
-    num_tokens: int
-    of_allowed: float
-    """What was found, of what may be."""
-    mean: float
-    """Nats that the tokens differ by."""
-    shows: float
-    """The smallest mean difference that would have been beyond."""
-
-    @property
-    def is_beyond(self) -> bool:
-        return self.num_tokens > 0 and self.of_allowed > 1.0
+        NaN and infinity where one of them was not measured, or the version is none that the trainer has had.
+        """
+        unknown = (math.nan, math.inf)
+        updates = [self.moved.get(update, unknown) for update in range(made, version)] or [unknown]
+        return sum(moved for moved, _ in updates), max(variance for _, variance in updates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,24 +220,38 @@ class Alarm:
     """Whether generator and trainer disagree, as far as it was looked."""
 
     is_raised: bool | None = None
-    """None before anything was compared."""
-    owed: int = 0
-    """Tokens that have to agree before it ends."""
-    mean: float = 0.0
-    """Nats that the tokens differed by which raised it last."""
+    """None before there was a verdict."""
+    evidence: float = 0.0
+    """Of a disagreement, in [0, 1]: it is raised at 1, and ends at 0."""
+    num_tokens: int = 0
+    """Compared in the largest look that raised it."""
+    size: float = math.inf
+    """Nats that these differed by on average, if they were of the trainer's version."""
 
-    def after(self, comparisons: Iterable[Comparison]) -> "Alarm":
+    def after(
+        self, gap: LogprobGap, *, threshold: float, older: MeanSize, allowed: float, evidence: float | None
+    ) -> "Alarm":
         """Having looked once more.
 
-        Guarantee: an alarm ends no earlier than as many tokens agree as the largest look that raised it had, of those
-        that would have shown half of what was found then. Tokens that were not compared say nothing.
+        As many tokens of the trainer's version have to agree as raised it. Older tokens lower the evidence if they
+        would have shown half of what was found.
+
+        Args:
+            gap: of tokens of the trainer's version.
+            threshold: nats that one of these may differ by.
+            older: of tokens of older versions.
+            allowed: nats that updates and rounding explain of it.
+            evidence: of these, where there is a verdict.
         """
-        known = [one for one in comparisons if one.num_tokens]
-        if beyond := [one for one in known if one.is_beyond]:
-            num_tokens = sum(one.num_tokens for one in beyond)
-            mean = sum(one.mean * one.num_tokens for one in beyond) / num_tokens
-            return Alarm(True, max(self.owed, num_tokens), mean)
+        if gap.largest > threshold:
+            return Alarm(True, 1.0, max(self.num_tokens, gap.num_tokens), gap.mean)
+        if evidence is None and not gap.num_tokens:
+            return self
+        added = evidence or 0.0
         if not self.is_raised:
-            return Alarm(False) if known else self
-        owed = self.owed - sum(one.num_tokens for one in known if one.shows <= self.mean / 2)
-        return Alarm(True, owed, self.mean) if owed > 0 else Alarm(False)
+            total = max(self.evidence + added, 0.0)
+            return Alarm(True, 1.0, older.num_tokens) if total >= 1.0 else Alarm(False, total)
+        if added < 0.0 and 2.0 * allowed > self.size:
+            added = 0.0
+        total = min(self.evidence + added - gap.num_tokens / self.num_tokens, 1.0)
+        return Alarm(True, total, self.num_tokens, self.size) if total > _ROUNDING else Alarm(False)
