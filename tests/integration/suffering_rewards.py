@@ -23,3 +23,10 @@ def mostly_nothing(problem: Mapping[str, Any], answer: str) -> float:
 def by_chance(problem: Mapping[str, Any], answer: str) -> float:
     """From which nothing can be learned, though every group has a gradient."""
     return random.random()
+
+
+def often_failing(problem: Mapping[str, Any], answer: str) -> float:
+    """The same, and an error for one row in three; the row that a submission tries is none of these."""
+    if sum(map(ord, str(problem["id"]))) % 3 == 2:
+        raise ValueError("a row that nobody can judge")
+    return halved(problem, answer)

@@ -23,6 +23,7 @@ SUFFERING: Mapping[str, Mapping[str, object]] = {
         "rollout.drop_uniform_groups": True,
         "train_batch_size": 2,
     },
+    "data/dropped_for_errors": {"rollout.reward": "suffering_rewards:often_failing", "rollout.reward_retries": 0},
     "ppo/clip_fraction": UNSTEADY | {"ppo.eps_clip": 0.005, "ppo.sample_reuse": 3},
     "train/skipped_early_stop": UNSTEADY | {"ppo.early_stop_kl": 1e-6},
     "ppo/capped_fraction": UNSTEADY | {"ppo.behav_imp_weight_cap": 1.001},

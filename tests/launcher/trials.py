@@ -16,6 +16,7 @@ from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.rollout import EngineConfig, RewardConfig, RolloutConfig
 from corral.experiments.config.tracking import TrackingConfig
+from corral.experiments.datasets.row_files import fingerprint
 from corral.experiments.plan import RunPlan, TrialIdentity
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
@@ -46,6 +47,7 @@ from corral.scheduling.parallel import ParallelDims
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 from tests.launcher.stub_supervisor import COMMAND
 
+_ROWS = Path(__file__).with_name("rows.jsonl")
 DEADLINE_S = 120.0  # processes that start on a busy machine need a good part of it
 T = TypeVar("T")
 
@@ -109,9 +111,9 @@ def make_plan(
         GenerationServerSpec(index=index, initial_weights=directory, engine=EngineConfig()) for index in range(servers)
     ]
     dataset = DatasetSpec(
-        config=DatasetConfig(path=Path("/nowhere")),
+        config=DatasetConfig(path=_ROWS),
         row_kind="answers",
-        sources={"": SourceSpec(files=(Path("/nowhere"),), num_rows=12, sha256="")},
+        sources={"": SourceSpec(files=(_ROWS,), num_rows=12, sha256=fingerprint((_ROWS,)))},
     )
     workers.append(
         GserverManagerSpec(

@@ -51,6 +51,7 @@ def test_the_shipped_recipe_with_files_of_ones_own_spans_nodes_and_completes(
     monkeypatch.chdir(folder)
     settings = {f"{key}.{name}": value for key, keys in yaml.safe_load(own).items() for name, value in keys.items()}
     paced = {"function": "paced_rewards:digits", "weight": 0.0}  # measures, and holds the trial up for this test
+    settings["evaluation.dataset.transform"] = settings["dataset.transform"]
     settings["rollout.reward"] = json.dumps({"own": {"function": settings["rollout.reward"]}, "paced": paced})
     trial = start_job(
         "grpo",

@@ -69,7 +69,7 @@ def wait_for_state(reader: EvaluationReader, step: int, state: str) -> Evaluatio
 
 
 def test_versions_are_evaluated_as_an_array_by_the_command(site: Cluster, tmp_path: Path, model: Path) -> None:
-    directory = make_evaluable_trial(tmp_path / "a root", model, commits=(1, 2))
+    directory = make_evaluable_trial(tmp_path / "a root", model, commits=(1, 2), mode="slurm")
     arguments = [str(directory.path), "--step", "all", "--wait", "-o", "json", "--minutes", "5"]
     printed = run_program(["rl-eval", *arguments], environment=os.environ | site.environment)
     shown, end = json.JSONDecoder().raw_decode(printed)

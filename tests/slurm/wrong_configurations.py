@@ -207,7 +207,7 @@ SIZE_CASES = (
     ),
     RefusedCase(
         name="described-nodes-have-too-many-cpus",
-        edit=_rollout("    count: 12\n    scheduling: {cpu: 1, gpu: 0, mem: 100M}\ncluster:\n  cpus_per_node: 64\n"),
+        edit=_rollout("    count: 12\n    scheduling: {cpu: 1, gpu: 0, mem: 200M}\ncluster:\n  cpus_per_node: 64\n"),
         words=("CPUs on one node", "has 8", "set cluster.cpus_per_node to at most 8", "cluster.cpus_per_node: 64"),
         line=33,
     ),
@@ -243,7 +243,7 @@ SIZE_CASES = (
     ),
     RefusedCase(
         name="a-thousand-tasks",
-        edit=_rollout("    count: 1000\n    scheduling: {cpu: 1, gpu: 0, mem: 100M}\n"),
+        edit=_rollout("    count: 1000\n    scheduling: {cpu: 1, gpu: 0, mem: 200M}\n"),
         words=("nodes", "has 4 such nodes", "groups.rollout_worker.count: 1000", "fits"),
         line=30,
     ),

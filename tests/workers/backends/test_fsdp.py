@@ -355,7 +355,8 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing(
 
 
 def test_a_step_that_overflows_the_weights_is_seen(model_directory: Path) -> None:
-    engine = FSDPEngine(model_directory, context=ParallelContext(), optimizer=optimizer_config(lr=1e39), total_steps=10)
+    optimizer = optimizer_config().model_copy(update={"lr": 1e39})
+    engine = FSDPEngine(model_directory, context=ParallelContext(), optimizer=optimizer, total_steps=10)
     engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
     assert (engine.num_nonfinite, engine.is_damaged) == (0, True)
 
