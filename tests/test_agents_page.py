@@ -25,6 +25,7 @@ from corral.agents import (
     single_turn,
     tools,
 )
+from corral.experiments.inputs.users_code import TriedRow
 from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.workers.agents.contract import AsksOnError, Words
@@ -159,7 +160,7 @@ def test_parameters_that_a_model_cannot_name_are_not_shown() -> None:
 
 def test_the_judge_of_groups_prefers_fewer_turns() -> None:
     judge = import_module("shortest").judge
-    try_reward(judge, {"answer": "3"}, ["3", ""])
+    try_reward(judge, TriedRow(place="a row", problem={"answer": "3"}, right=("3",), others=("",)))
     episodes = [Episode(["4", "3"]), Episode(["3"]), Episode(["4"])]
     assert judge({"answer": "3"}, episodes) == [1.0, 1.5, 0.0]
 

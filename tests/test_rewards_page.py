@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from corral.experiments.config.rollout import RewardPart, RolloutConfig
+from corral.experiments.inputs.users_code import TriedRow
 from corral.workers.user_code.loading import configured, load_callable
 from corral.workers.user_code.trials import Judged, UnfitError, UntriedError, checked_rewards, try_reward
 
@@ -17,6 +18,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "rewards.md"
 FILES = {name: text for name, text in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)}
 SETTINGS = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
 ROW = {"question": "What is 6 times 7?", "answer": "42"}
+TRIED = TriedRow(place="a row", problem=ROW, right=("42",), others=())
 
 
 @pytest.fixture(autouse=True)
@@ -56,9 +58,9 @@ def test_a_reward_may_return_other_numbers_besides() -> None:
     for wrong in ((1.0, {"words": "three"}), (1.0, [3]), (1.0, {}, {}), ("one", {})):
         with pytest.raises((TypeError, ValueError, AttributeError)):
             checked_rewards(score, wrong, 1)
-    try_reward(score, ROW, ["42"])
+    try_reward(score, TRIED)
     with pytest.raises(UnfitError, match="a reward is a finite number"):
-        try_reward(lambda problem, answer: (1.0, [3]), ROW, ["42"])
+        try_reward(lambda problem, answer: (1.0, [3]), TRIED)
 
 
 def test_a_reward_that_reaches_nobody_from_here_was_not_tried() -> None:
@@ -66,4 +68,4 @@ def test_a_reward_that_reaches_nobody_from_here_was_not_tried() -> None:
         raise ConnectionRefusedError("nobody listens at judge.example")
 
     with pytest.raises(UntriedError, match="ConnectionRefusedError: nobody listens at judge.example"):
-        try_reward(asks, ROW, ["42"])
+        try_reward(asks, TRIED)

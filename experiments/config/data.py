@@ -207,7 +207,7 @@ def _number_or_name(value: Any) -> Any:
     """A number that was written as text, as on a command line, as the number."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return value
 
 

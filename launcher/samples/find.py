@@ -129,10 +129,11 @@ def name_of(row: Row) -> str:
 
 def gaps_of(row: Row) -> list[float] | None:
     """By how much trainer and generator differ on each token, 0 where no policy made it; None without the trainer's."""
-    trainer, columns = row["trainer_logprobs"], (row["logprobs"], row["versions"])
+    trainer = row["trainer_logprobs"]
     if trainer is None:
         return None
-    return [a - b if version >= 0 else 0.0 for a, b, version in zip(trainer, *columns, strict=True)]
+    columns = trainer, row["logprobs"], row["versions"]
+    return [a - b if version >= 0 else 0.0 for a, b, version in zip(*columns, strict=True)]
 
 
 @lru_cache(maxsize=4)  # of sorted rows, neighbours are of several steps

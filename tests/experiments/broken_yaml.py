@@ -1188,7 +1188,7 @@ FILE_CASES = (
         base=VALID_SFT,
         files={"train.jsonl": _row(prompt="1+1=", answer={"is": 2})},
         words=("train.jsonl:1", "'answer' must be text or a number", "{"),
-        line=5,
+        line=8,
     ),
     BrokenCase(
         name="duplicate-id",

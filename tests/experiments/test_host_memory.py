@@ -271,10 +271,10 @@ def test_a_rank_that_asks_for_less_than_it_copies_is_warned_of_and_asks_for_enou
     def warned(*overrides: str) -> list[str]:
         return [text for text in ppo(folder, *overrides).find_warnings() if "commit_beside_training" in text]
 
-    few = "groups.model_worker.scheduling.mem=100M"
+    few = "groups.model_worker.scheduling.mem=200M"
     write_model(folder / "model", mib=200)
     (warning,) = warned(few)
-    assert warning.startswith("groups.model_worker.scheduling.mem is 100 MB, and a training rank takes at least ")
+    assert warning.startswith("groups.model_worker.scheduling.mem is 200 MB, and a training rank takes at least ")
     assert warning.endswith("set control.commit_beside_training: false, which takes no copies and lets training wait")
     assert warned(few, "control.commit_beside_training=false") == [] == warned()
     default = ppo(folder).default_scheduling("model_worker").mem

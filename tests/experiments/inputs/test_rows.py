@@ -80,7 +80,7 @@ def test_the_names_of_rows_alone_are_those_of_the_rows_whatever_they_look_like(t
     with pytest.raises(ValueError, match="has changed since the trial was submitted"):
         load_row_ids(dataset)
     path.unlink()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(ValueError, match="cannot be read any more .No such file or directory"):
         load_row_ids(dataset)
 
 
@@ -118,7 +118,7 @@ def test_prompts_are_text_messages_or_token_ids_and_the_same_tokens(tmp_path: Pa
             r"train.jsonl:41: 'prompt' is neither messages nor token ids: messages\[0\] has content",
         ),
         (asked("1", tools=["add"]), TEMPLATE, r"train.jsonl:41: 'tools' \[0\] is no .*columns.tools"),
-        ({"prompt": [1, 13], "answer": "2"}, None, "train.jsonl:41: the prompt has token id 13, and .* below 13"),
+        ({"prompt": [1, 999], "answer": "2"}, None, "train.jsonl:41: the prompt has token id 999, and .* below "),
         ({"prompt": [1, True], "answer": "2"}, None, "train.jsonl:41: 'prompt' is neither messages nor token ids"),
         ({"prompt": [], "answer": "2"}, None, "train.jsonl:41: 'prompt' is no prompt: .*list of messages"),
     ],

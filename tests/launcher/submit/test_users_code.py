@@ -268,7 +268,9 @@ def test_a_reward_that_runs_programs_wants_rows_with_tests_and_a_sandbox(
     with pytest.raises(ConfigError, match="rollout.reward: .*a row of programs has a list of `tests`"):
         submit(UNIT_TESTS)
     row = {"id": "1", "prompt": "1+1=", "answer": "2", "tests": [{"input": "", "output": "2"}]}
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row | {"id": str(number)}) + "\n" for number in range(8)))
+    for name in ("train", "heldout"):
+        rows = (json.dumps(row | {"id": str(number)}) for number in range(8))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
     submission = submit(UNIT_TESTS)
     assert submission.checks[0] == "sandbox ok" and not submission.code.contents
     on_slurm = submission.plan.model_copy(update={"mode": "slurm"})

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self, cast
 
 import pytest
@@ -211,7 +212,10 @@ def context_of(plan: RunPlan, trial: TrialDirectory, kind: str) -> Iterator[Work
     names = MemoryNameService()
     keys = TrialKeys(UUID)
     names.add(keys.weights_in_use(), NOTHING_IN_USE)
-    with Presence(names, keys.worker(kind, 0), owner="o", ttl_s=60.0, identity=WorkerRecord()) as presence:
+    with (
+        TemporaryDirectory() as folder,
+        Presence(names, keys.worker(kind, 0), owner="o", ttl_s=60.0, identity=WorkerRecord()) as presence,
+    ):
         yield WorkerContext(
             plan=plan,
             kind=kind,
@@ -222,7 +226,7 @@ def context_of(plan: RunPlan, trial: TrialDirectory, kind: str) -> Iterator[Work
             trial=trial,
             names=names,
             keys=keys,
-            secrets=TrialSecrets.create(trial.path / "unused-secrets"),
+            secrets=TrialSecrets.create(Path(folder)),
             security=cast(Any, None),
             presence=presence,
         )
