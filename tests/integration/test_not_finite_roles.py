@@ -45,7 +45,7 @@ def test_rewards_that_stay_not_finite_train_no_role_and_end_the_trial(
 def test_a_role_that_alone_learned_nothing_takes_training_back_at_once(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(validation, "_LARGEST", 10**30)  # a user may write no number that overflows float32
+    monkeypatch.setattr(validation, "_LARGEST", 10**31)  # a user may write no number that overflows float32
     good, bad = make_batches(2)
     # Their squares overflow in the critic's loss; the actor's advantages are normalised, and stay finite.
     huge = [rewarded(group, 1e25) for group in bad]
