@@ -268,7 +268,7 @@ def test_a_stopped_controller_kills_nothing_and_a_dead_worker_comes_back(
     try:
         before = commits_of(trial)
         os.kill(pid, signal.SIGKILL)
-        trial.wait_for("worker_exited", worker="generation_server/0", kind="slurm_away")
+        trial.wait_for("worker_exited", worker="generation_server/0", how="could not be started: SLURM did not answer")
         wait_until(lambda: commits_of(trial) > before + 20, "commits, since it trained all the time")
     finally:
         cluster.start_controller()

@@ -21,6 +21,7 @@ from corral.workers.engine.requests import (
     VersionSpan,
 )
 from corral.workers.engine.sampling import SamplingParams
+from corral.workers.episodes.stream_events import NOT_FINITE
 from tests.workers.engine.tiny_models import (
     CONTEXT_LENGTH,
     EOS_TOKEN_ID,
@@ -371,7 +372,7 @@ def test_a_request_whose_logits_are_not_finite_is_ended_and_the_engine_lives(
     staged.model.get_parameter("model.embed_tokens.weight")[13] = float("nan")
     engine.apply_weights(staged, version="poisoned")
     [bad] = engine.generate([request("bad", [*[7] * 30, 13], temperature=1.0, max_new_tokens=5)])
-    assert bad.finish_reason == AbortFinish("the model's logits are not finite")
+    assert bad.finish_reason == AbortFinish("the model's logits are not finite", err_type=NOT_FINITE)
     assert bad.output_ids == ()
     # The first takes over the cache row; what lies beyond its own length is read, masked, once the longer second joins.
     prompts = [[7], [5] * 40]

@@ -219,7 +219,7 @@ def test_who_waits_for_room_gets_it_when_a_group_ends_and_the_oldest_prompt_firs
 
         async def lose() -> None:
             report = Report(worker="rollout_worker/0", incarnation="b", running=[], finished=[], dropped=[])
-            manager._answer(PEER, report)
+            await manager._note_report(report)
 
         def wait(uid: str, order: int, tokens: int) -> asyncio.Future[Route]:
             answer = trial.hosts.run(ask(uid, order, tokens))

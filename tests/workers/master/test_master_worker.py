@@ -17,6 +17,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import CorruptLogError
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.workers.checkpoint import manifest
 from corral.workers.checkpoint.checkpoint import NoValidCheckpointError, RecoveryPoint
 from corral.workers.checkpoint.ledger import LEDGER_NAME
@@ -58,6 +59,7 @@ def master(tmp_path: Path) -> MasterWorker:
         Any,
         SimpleNamespace(
             worker_id="master_worker/0",
+            secrets=TrialSecrets.create(trial.path / "secrets"),
             trial=trial,
             attempt=0,
             plan=SimpleNamespace(supervision=supervision, seed=1),

@@ -106,5 +106,5 @@ def test_what_is_written_first_is_told_when_it_is_asked_for(saves: SavesBehind) 
     assert saves.written("actor") == DONE and beats == [1]
     saves.write_now("actor", full, on_progress=lambda: None)
     assert saves.written("actor") == WrittenReply(
-        state={}, weights={}, failed_because="OSError: [Errno 28] No space left on device: '/w/state'"
+        state={}, weights={}, failed_because="OSError: [Errno 28] No space left on device: '/w/state'", lacks_room=True
     )

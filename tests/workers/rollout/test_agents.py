@@ -312,7 +312,8 @@ def test_half_of_a_surrogate_pair_is_replaced_in_every_text_that_an_agent_report
 
 def test_half_of_a_surrogate_pair_in_an_agents_error_is_replaced(tmp_path: Path) -> None:
     with RolloutRig(tmp_path, ["1+2="] * 2, rollout=plays("fails_with_half_a_surrogate"), group_size=1) as rig:
-        with pytest.raises(UserCodeError, match=r"KeyError: '\\ud800' \(some_agents.py"):
+        said = pytest.RaisesExc(UserCodeError, match=r"KeyError: '\\ud800' \(some_agents.py")
+        with pytest.RaisesGroup(said, allow_unwrapped=True, flatten_subgroups=True):
             rig.run_until(lambda: len(rig.received) == 3, "more than there are")
 
 

@@ -195,10 +195,9 @@ def test_a_reward_that_prints_into_a_full_log_judges_as_ever(reward: str) -> Non
 import asyncio
 from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.rollout.judging import RewardJudge
-from corral.workers.sandbox.curtain import Curtain
 from {HERE} import ANSWER, Characters
 spec = RewardConfig(reward=reward_parts("{HERE}:{reward}"), reward_retries=0, reward_processes=1)
-judge = RewardJudge(spec, Characters(), stop_token_ids={{0, 1}}, curtain=Curtain())
+judge = RewardJudge(spec, Characters(), stop_token_ids={{0, 1}}, hidden=())
 (one,) = asyncio.run(judge.judge({{"value": 3.0}}, [ANSWER]))
 judge.close()
 assert one.reward == 3.0
