@@ -56,7 +56,7 @@ class GuardedListener:
     """
 
     refused: ClassVar[Counter[int]] = Counter()
-    """Connections of this process's listeners that were closed without a proof, by port."""
+    """Connections that this process's open listeners closed without a proof, by port."""
 
     def __init__(self, *, timeout_s: float = PROOF_TIMEOUT_S, most: int | None = None) -> None:
         """
@@ -99,6 +99,7 @@ class GuardedListener:
         self._listener.close()
         self._kernel.close()
         self._listener = None
+        self.refused.pop(self._port, None)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):

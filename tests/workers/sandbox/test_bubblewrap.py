@@ -1,11 +1,15 @@
 """A sandbox's files, its output, what a run says of its end, and what of a run is nobody's fault."""
 
 import asyncio
+import errno
+import itertools
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -142,10 +146,10 @@ def test_a_sandbox_that_cannot_be_made_is_an_error_and_no_result(
         asyncio.run(Bubblewrap.create(binds=[Path("/nowhere")]))
 
 
-def _verdict(program: bytes, *, architecture: int, number: int) -> int:
+def _verdict(program: bytes, *, architecture: int, number: int, argument: int = 2) -> int:
     """What the kernel would answer: an interpreter of the few instructions that there are."""
     words = [program[start : start + 8] for start in range(0, len(program), 8)]
-    data, accumulator, at = {4: architecture, 0: number}, 0, 0
+    data, accumulator, at = {4: architecture, 0: number, 16: argument}, 0, 0
     while True:
         code, if_true = int.from_bytes(words[at][:2], sys.byteorder), words[at][2]
         value = int.from_bytes(words[at][4:], sys.byteorder)
@@ -173,6 +177,15 @@ def test_the_filter_refuses_what_it_names_on_its_architecture_alone(machine: str
     assert verdict == (refused if number >= 0x40000000 else verdict) and verdict in (refused, 0x7FFF0000)
     for allowed in (0, 1, 2, 57, 59, 63, 64, 93, 221) if machine == "aarch64" else (0, 1, 2, 9, 39, 57, 59, 231):
         assert _verdict(program, architecture=architecture, number=allowed) == 0x7FFF0000
+
+
+@pytest.mark.parametrize(("machine", "numbers"), [("x86_64", (41, 53)), ("aarch64", (198, 199))])
+def test_the_filter_allows_sockets_of_four_families(machine: str, numbers: Sequence[int]) -> None:
+    program, (architecture, *_) = compiled_filter(machine), MEMFD_CREATE[machine]
+    allowed = {int(family) for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)}
+    for number, family in itertools.product(numbers, range(50)):
+        verdict = _verdict(program, architecture=architecture, number=number, argument=family)
+        assert verdict == (0x7FFF0000 if family in allowed else 0x00050000 | errno.EAFNOSUPPORT), family
 
 
 def test_there_is_no_filter_for_a_machine_whose_numbers_are_not_known() -> None:

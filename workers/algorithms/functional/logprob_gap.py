@@ -152,7 +152,8 @@ class MeanSize:
             prompts: [n] the number of each token's prompt.
         """
         _, number, tokens = np.unique(prompts, return_inverse=True, return_counts=True)
-        sizes = np.bincount(number, np.abs(differences), len(tokens))
+        sizes = np.zeros(len(tokens))
+        np.add.at(sizes, number, np.abs(differences))
         return {
             "prompts": float(len(tokens)),
             "tokens": float(tokens.sum()),
