@@ -4,35 +4,20 @@ rollout:
   agent: my_agents:solve
 """
 
-from corral.workers.agents.contract import (
-    Endpoint,
-    Episode,
-    EpisodeEndedError,
-    JudgeError,
-    Outcome,
-    RefusedError,
-    Task,
-    ToolCall,
-    Turn,
-)
-from corral.workers.agents.program import program
-from corral.workers.agents.session import Session
-from corral.workers.agents.shipped import feedback, single_turn
-from corral.workers.agents.tools import tools
+# ruff: noqa: I001  (it would give each name that is handed on a statement of its own)
 
-__all__ = [
-    "Endpoint",
-    "Episode",
-    "EpisodeEndedError",
-    "JudgeError",
-    "Outcome",
-    "RefusedError",
-    "Session",
-    "Task",
-    "ToolCall",
-    "Turn",
-    "feedback",
-    "program",
-    "single_turn",
-    "tools",
-]
+from corral.workers.agents.contract import (
+    Endpoint as Endpoint,
+    Episode as Episode,
+    EpisodeEndedError as EpisodeEndedError,
+    JudgeError as JudgeError,
+    Outcome as Outcome,
+    RefusedError as RefusedError,
+    Task as Task,
+    ToolCall as ToolCall,
+    Turn as Turn,
+)
+from corral.workers.agents.program import program as program
+from corral.workers.agents.session import Session as Session
+from corral.workers.agents.shipped import feedback as feedback, single_turn as single_turn
+from corral.workers.agents.tools import tools as tools

@@ -8,7 +8,9 @@ change of it is a change of the version.
 
 # ruff: noqa: I001  (it would give each name that is handed on a statement of its own)
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,51 +67,13 @@ if TYPE_CHECKING:
     from corral.workers.sandbox.base import needs_sandbox as needs_sandbox
     from corral.workers.sandbox.bubblewrap import Bubblewrap as Bubblewrap
 
-
-_NAMES_BY_MODULE = {
-    "corral.agents": (
-        "Endpoint",
-        "Episode",
-        "EpisodeEndedError",
-        "JudgeError",
-        "Outcome",
-        "RefusedError",
-        "Session",
-        "Task",
-        "ToolCall",
-        "Turn",
-        "feedback",
-        "program",
-        "single_turn",
-        "tools",
-    ),
-    "corral.experiments.async_ppo": ("AsyncPPOExperiment",),
-    "corral.experiments.config.algorithm": ("DPOConfig", "PPOConfig"),
-    "corral.experiments.config.base": ("FrozenConfig",),
-    "corral.experiments.dpo": ("DPOExperiment",),
-    "corral.experiments.ppo": ("PPOExperiment",),
-    "corral.experiments.reward_model": ("RewardModelExperiment",),
-    "corral.experiments.sft": ("SFTExperiment",),
-    "corral.scheduling.keys": ("Key", "built_in"),
-    "corral.scheduling.model_function_call": ("CallType", "ModelFunctionCall"),
-    "corral.workers.algorithms.advantage": ("AdvantageBatch", "AdvantageEstimator"),
-    "corral.workers.algorithms.base": ("ModelInterface", "compute_logprobs", "response_mask"),
-    "corral.workers.algorithms.functional.advantages": ("group_relative",),
-    "corral.workers.algorithms.functional.packed": ("per_token",),
-    "corral.workers.algorithms.functional.policy_losses": ("importance_ratio",),
-    "corral.workers.algorithms.functional.token_losses": ("TokenLosses",),
-    "corral.workers.algorithms.interfaces": ("InterfaceSettings",),
-    "corral.workers.algorithms.pair_losses": ("PairScores",),
-    "corral.workers.algorithms.policy_loss": ("PolicyLoss", "center_logprobs", "ppo"),
-    "corral.workers.backends.base": ("AnyEngine",),
-    "corral.workers.backends.micro_batches": ("MicroBatch",),
-    "corral.workers.backends.token_scores": ("TokenScores",),
-    "corral.workers.data.sequence_sample": ("SequenceSample", "answer_slices"),
-    "corral.workers.rewards.contract": ("StopTrialError",),
-    "corral.workers.sandbox.base": ("needs_sandbox",),
-    "corral.workers.sandbox.bubblewrap": ("Bubblewrap",),
+_MODULE_BY_NAME = {
+    alias.name: statement.module
+    for statement in ast.walk(ast.parse(Path(__file__).read_bytes()))
+    if isinstance(statement, ast.ImportFrom) and statement.module and statement.module.startswith("corral.")
+    for alias in statement.names
 }
-_MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+"""What the statements above say."""
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from corral.experiments.config.data import DatasetConfig  # noqa: E402
-from corral.experiments.datasets.dataset import dataset_spec  # noqa: E402
+from corral.experiments.datasets.dataset import Dataset, dataset_spec  # noqa: E402
 from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
 from corral.experiments.trial.log import TrialLog  # noqa: E402
 from corral.experiments.trial.log_state import Claim, Commit  # noqa: E402
@@ -40,7 +40,7 @@ from corral.experiments.worker_specs import DatasetSpec  # noqa: E402
 from corral.workers.checkpoint.checkpoint import CheckpointWriter  # noqa: E402
 from corral.workers.checkpoint.committed_ledger import CommittedLedger  # noqa: E402
 from corral.workers.checkpoint.ledger import LEDGER_NAME, Ledger, LedgerDelta, numbers_of, write_delta  # noqa: E402
-from corral.workers.data.prompts import load_row_ids, uids_of_passes  # noqa: E402
+from corral.workers.data.prompts import uids_of_passes  # noqa: E402
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class Trial:
         self.directory = TrialDirectory(folder)
         self.directory.create()
         self.dataset, self.step, self.samples = dataset, commits, samples
-        self.row_ids = load_row_ids(dataset)
+        self.row_ids = list(Dataset.planned(dataset))
         self.ledger = Ledger(numbers_of(self.row_ids))
         self.uids = uids_of_passes(self.row_ids, seed=1, num_epochs=1000, shuffle=True)
         self.ledger.add(consumed(list(islice(self.uids, samples))))
@@ -168,7 +168,7 @@ class Trial:
     def measure(self) -> Costs:
         costs = Costs()
         cpu_s = time.process_time()
-        row_ids, costs.names_s = timed(lambda: load_row_ids(self.dataset))
+        row_ids, costs.names_s = timed(lambda: list(Dataset.planned(self.dataset)))
         follower, made_s = timed(lambda: CommittedLedger(self.directory, row_ids))
         news, first_look_s = timed(follower.poll)
         costs.start_cpu_s = time.process_time() - cpu_s

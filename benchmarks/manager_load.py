@@ -45,6 +45,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from corral.experiments.config.rollout import RolloutConfig  # noqa: E402 - found through the line above
+from corral.experiments.datasets.dataset import Dataset  # noqa: E402
 from corral.experiments.plan import RunPlan  # noqa: E402
 from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
 from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
@@ -55,7 +56,6 @@ from corral.name_resolve.keys import TrialKeys  # noqa: E402
 from corral.name_resolve.redis import RedisNameService  # noqa: E402
 from corral.workers.checkpoint.committed_ledger import CommittedLedger  # noqa: E402
 from corral.workers.checkpoint.published_weights import PublishedWeights  # noqa: E402
-from corral.workers.data.prompts import load_row_ids  # noqa: E402
 from corral.workers.lifecycle.worker import Worker, WorkerContext  # noqa: E402
 from corral.workers.manager.gserver_manager import GserverManager  # noqa: E402
 from corral.workers.requests.manager_messages import (  # noqa: E402
@@ -238,7 +238,7 @@ class StubWorker(Worker):
         tasks: asyncio.TaskGroup,
     ) -> None:
         super().__init__(replace(base, index=index, names=names))
-        row_ids = load_row_ids(load.plan.all_of(GserverManagerSpec)[0].dataset)
+        row_ids = list(Dataset.planned(load.plan.all_of(GserverManagerSpec)[0].dataset))
         self.is_frozen = False
         self._load = load
         self._client = client

@@ -30,7 +30,7 @@ from corral.experiments.config.data import DatasetConfig  # noqa: E402
 from corral.experiments.datasets.dataset import Dataset, Look, dataset_spec  # noqa: E402
 from corral.experiments.worker_specs import DatasetSpec  # noqa: E402
 from corral.workers.checkpoint.ledger import Ledger, numbers_of  # noqa: E402
-from corral.workers.data.prompts import PlannedPrompts, load_planned_rows  # noqa: E402
+from corral.workers.data.prompts import PlannedPrompts  # noqa: E402
 from corral.workers.master.drawn_prompts import DrawnPrompts  # noqa: E402
 
 STEP = 512
@@ -51,7 +51,7 @@ def planned(folder: Path) -> DatasetSpec:
 
 def read(folder: Path) -> object:
     """A rollout worker or a model worker, and the rows of a step."""
-    rows = load_planned_rows(planned(folder))
+    rows = Dataset.planned(planned(folder))
     return rows, [rows[name] for name in islice(rows, 0, None, len(rows) // STEP)]
 
 

@@ -38,7 +38,7 @@ from corral.experiments.prompts.template_probes import (
     tool_call_form,
     unwritten,
 )
-from corral.experiments.prompts.tokens import encoded, eos_token_ids, load_tokenizer
+from corral.experiments.prompts.tokens import encode_answer, eos_token_ids, first_place, load_tokenizer
 from corral.experiments.prompts.tool_calls import ToolCall
 
 _OTHER = "\ue000"  # of no text
@@ -123,11 +123,11 @@ class ChatRenderer:
     @classmethod
     def _of_template(cls, template: ChatTemplate, tokenizer: Any, ends: Sequence[int]) -> "ChatRenderer":
         stops, added = dict.fromkeys(ends), tokenizer.get_added_tokens_decoder()
-        behind = tokenizer.encode(around_answer(template)[1], add_special_tokens=False).ids
+        behind = encode_answer(tokenizer, around_answer(template)[1])
         if behind and behind[0] in added and not stops.keys() & set(behind):
             stops[behind[0]] = None
         if stops.keys() & set(behind):  # so that answers with calls end with a token of their own as well
-            behind = tokenizer.encode(end_of_call(template).rstrip(), add_special_tokens=False).ids
+            behind = encode_answer(tokenizer, end_of_call(template).rstrip())
             if behind and behind[-1] in added and not stops.keys() & set(behind):
                 stops[behind[-1]] = None
         reasoning = reasoning_marks(template)
@@ -155,7 +155,8 @@ class ChatRenderer:
         Raises:
             ValueError: if the template refuses it, or leaves something of it out.
         """
-        return self._encode(self._asked(plain_messages(messages), tools=tools))
+        # A template writes <bos> itself, or the model wants none.
+        return encode_answer(self.tokenizer, self._asked(plain_messages(messages), tools=tools))
 
     def render_learned(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), num_given: int = 0
@@ -190,7 +191,18 @@ class ChatRenderer:
             if message["role"] != "assistant":
                 continue
             first, last = self._place_of(text, plain, number, tools=tools)
-            start = self._start_of_answer(text, plain[:number], tools=tools, after=end, limit=first)
+            asked = self.template.render(plain[:number], tools=tools)
+            start = len(asked)
+            if not text.startswith(asked):
+                # The template writes earlier turns otherwise now, such as without their reasoning.
+                begins = asked.removeprefix(self.template.render(plain[:number], tools=tools, asks=False))
+                found = text.rfind(begins, end, first) if begins else -1
+                if found < 0:
+                    raise ValueError(
+                        "the model's chat template does not begin an answer in a conversation as it does behind a "
+                        f"prompt, so what the assistant says cannot be told from the rest; {_ALONE}"
+                    )
+                start = found + len(begins)
             bound = self._place_of(text, plain, number + 1, tools=tools)[0] if number + 1 < len(plain) else len(text)
             behind = [(token, span) for token, span in tokens if span[1] > last and span[0] < bound]
             ends = [span for token, span in behind if token in self.stop_token_ids]
@@ -198,8 +210,14 @@ class ChatRenderer:
             ends += [span for token, span in behind if token in self.tokenizer.get_added_tokens_decoder()]
             if not ends and number + 1 < len(plain):
                 raise ValueError(f"the model's chat template ends an answer with no token of its own; {_ALONE}")
-            if not ends:
-                ids.append(self._end_behind(text, plain, tools=tools))
+            if not ends:  # The last answer ends with what a next message begins with.
+                following = ASKED
+                for call in message.get("tool_calls", ()):
+                    name, call_id = call["function"]["name"], call.get("id", "")
+                    following = {"role": "tool", "tool_call_id": call_id, "name": name, "content": SAID}
+                longer = self.template.render([*plain, following], tools=tools, asks=False).removeprefix(text)
+                next_ids = encode_answer(self.tokenizer, longer)
+                ids.append(next((token for token in next_ids if token in self.stop_token_ids), self.stop_token_ids[0]))
             end = ends[0][1] if ends else len(text)
             if not _is_said(message, text[start:end]):
                 raise ValueError(f"the model's chat template does not write what messages[{number}] says; change it")
@@ -231,27 +249,33 @@ class ChatRenderer:
         Raises:
             ValueError: if the template refuses the messages.
         """
-        if not stopped and self._is_reasoning(ids):
-            return None  # the template would close it
-        *before, answer = plain_messages(history) if history else self._like(ids)
+        begin, end = self.reasoning or ("", "")
+        sampled = self._decode(ids) if self.reasoning is not None else ""
+        if not stopped and sampled.rfind(begin) > sampled.rfind(end):
+            return None  # reasoning is begun, which the template would close
+        if history:
+            *before, answer = plain_messages(history)
+        else:  # A conversation that has reasoning if this one has, anywhere.
+            before, answer = [ASKED], {"role": "assistant", "content": SAID}
+            if end and end in sampled:
+                answer["reasoning_content"] = THOUGHT
         asked = self.template.render(before, tools=tools)
         stand_in = stand_in_for(answer)
         following = plain_messages(messages) if messages else []
         text = self._asked([*before, stand_in, *following], tools=tools, continues=bool(following))
         if history and not _is_said(answer, self.template.render([*before, answer, *following], tools=tools)):
             return None  # the template leaves out some of it, such as thoughts that it knows and nobody else does
-        end, _ = self._first_end(text, len(asked))
-        if not text.startswith(asked) or end == len(text):
+        said_to = first_place(text, map(self.tokenizer.id_to_token, self.stop_token_ids), len(asked))
+        if not text.startswith(asked) or said_to == len(text):
             return None
-        said = text[len(asked) : end]
+        said = text[len(asked) : said_to]
         if any(mark in stand_in.values() and mark not in said for mark in (SAID, THOUGHT)):
             return None
         if self.reasoning is not None:
             begun = asked.removeprefix(self.template.render(before, tools=tools, asks=False)) if history else ""
-            sampled = self._decode(ids).rpartition(begun)[2] if begun else self._decode(ids)
-            if (self.reasoning[1] in said) != (self.reasoning[1] in sampled):
+            if (end in said) != (end in (sampled.rpartition(begun)[2] if begun else sampled)):
                 return None  # a block without any reasoning, which the template leaves out or puts in
-        behind = self._encode(text[end:])
+        behind = encode_answer(self.tokenizer, text[said_to:])
         if stopped and ids[-1] in self.stop_token_ids:
             # An answer that ended in another way than the template ends it is not what the template would write.
             return [*ids, *behind[1:]] if behind[0] == ids[-1] else None
@@ -273,8 +297,11 @@ class ChatRenderer:
         if tools and self.tool_calls is not None:
             with suppress(RecursionError):  # nested so deep is no call: Python reads no such JSON
                 content, found = self.tool_calls.find(content, tools=tools)
-        ids = (call.id or _call_id(num_before, output_ids, at) for at, call in enumerate(found))
-        calls = [replace(call, id=call_id) for call, call_id in zip(found, ids, strict=True)]
+        calls = list[ToolCall]()
+        for number, call in enumerate(found):
+            # Not random, so that a trial can be repeated; nine letters and digits, as Mistral's templates want them.
+            made_of = f"{num_before} {list(output_ids)} {number}"
+            calls.append(replace(call, id=call.id or hashlib.blake2s(made_of.encode()).hexdigest()[:9]))
         return AssistantMessage(content, reasoning, tuple(calls), text)
 
     def _without_reasoning(self, text: str) -> tuple[str, str]:
@@ -283,26 +310,11 @@ class ChatRenderer:
             return "", text
         begin, end = self.reasoning
         thought, closes, rest = text.partition(end)
-        is_begun = self.begins_reasoning or text.lstrip().startswith(begin)
-        if not is_begun and self.tool_calls is not None and self.tool_calls.begin and self.tool_calls.begin in thought:
-            return "", text  # it is an argument of a call that ends it
-        if not closes and not self.begins_reasoning and not text.lstrip().startswith(begin):
-            return "", text
+        if not self.begins_reasoning and not text.lstrip().startswith(begin):
+            mark = self.tool_calls.begin if self.tool_calls is not None else ""
+            if not closes or (mark and mark in thought):
+                return "", text  # nothing ends it, or an argument of a call does
         return thought.lstrip().removeprefix(begin).strip("\n"), rest.lstrip("\n")
-
-    def _like(self, ids: Sequence[int]) -> list[dict[str, Any]]:
-        """A conversation that has reasoning if this one has, anywhere."""
-        answer = {"role": "assistant", "content": SAID}
-        if self.reasoning is not None and self.reasoning[1] in self._decode(ids):
-            answer["reasoning_content"] = THOUGHT
-        return [ASKED, answer]
-
-    def _is_reasoning(self, ids: Sequence[int]) -> bool:
-        """Whether reasoning is begun that is not closed."""
-        if self.reasoning is None:
-            return False
-        begin, end = map(self._decode(ids).rfind, self.reasoning)
-        return begin > end
 
     def _asked(self, plain: list[dict[str, Any]], *, tools: Sequence[ToolSchema], continues: bool = True) -> str:
         """A conversation up to where the model is to say something; raises as `render`.
@@ -352,52 +364,6 @@ class ChatRenderer:
         first = len(os.path.commonprefix([text, other]))
         return first, max(first, len(text) - len(os.path.commonprefix([text[::-1], other[::-1]])))
 
-    def _start_of_answer(
-        self, text: str, before: list[dict[str, Any]], *, tools: Sequence[ToolSchema], after: int, limit: int
-    ) -> int:
-        """Where in a conversation the answer to these messages begins.
-
-        Args:
-            after: the end of the answer before.
-            limit: where what it says begins.
-        """
-        asked = self.template.render(before, tools=tools)
-        if text.startswith(asked):
-            return len(asked)
-        # The template writes earlier turns otherwise now, such as without their reasoning.
-        begins = asked.removeprefix(self.template.render(before, tools=tools, asks=False))
-        found = text.rfind(begins, after, limit) if begins else -1
-        if found < 0:
-            raise ValueError(
-                "the model's chat template does not begin an answer in a conversation as it does behind a prompt, so "
-                f"what the assistant says cannot be told from the rest; {_ALONE}"
-            )
-        return found + len(begins)
-
-    def _end_behind(self, text: str, plain: list[dict[str, Any]], *, tools: Sequence[ToolSchema]) -> int:
-        """What the last answer is to end with where the template writes nothing: what the next message begins with."""
-        call = (plain[-1].get("tool_calls") or [None])[-1]
-        following = ASKED
-        if call is not None:
-            following = {
-                "role": "tool",
-                "tool_call_id": call.get("id", ""),
-                "name": call["function"]["name"],
-                "content": SAID,
-            }
-        behind = self.template.render([*plain, following], tools=tools, asks=False).removeprefix(text)
-        return next((token for token in self._encode(behind) if token in self.stop_token_ids), self.stop_token_ids[0])
-
-    def _first_end(self, text: str, start: int) -> tuple[int, int]:
-        """Where the first of the tokens that end answers begins and ends; where there is none, the text does."""
-        ends = ((text.find(token, start), len(token)) for token in map(self.tokenizer.id_to_token, self.stop_token_ids))
-        at, length = min(((at, length) for at, length in ends if at >= 0), default=(len(text), 0))
-        return at, at + length
-
-    def _encode(self, text: str) -> list[int]:
-        """A template writes <bos> itself, or the model wants none."""
-        return list(encoded(self.tokenizer, text).ids)
-
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
@@ -425,8 +391,3 @@ def _is_said(message: Message, text: str) -> bool:
         *(call["function"]["name"] for call in message.get("tool_calls", ())),
     ]
     return all(one.strip() in text for one in said)
-
-
-def _call_id(num_before: int, output_ids: Sequence[int], number: int) -> str:
-    """Nothing random, so that a trial can be repeated; nine letters and digits, as Mistral's templates want them."""
-    return hashlib.blake2s(f"{num_before} {list(output_ids)} {number}".encode()).hexdigest()[:9]

@@ -14,6 +14,7 @@ from typing import Any
 
 from corral.experiments.prompts.chat_template import ASKED, ChatTemplate
 from corral.experiments.prompts.spelled_calls import SpelledCallForm, spelled_form_in
+from corral.experiments.prompts.tokens import first_place
 from corral.experiments.prompts.tool_calls import (
     PROBED_ARGUMENTS,
     PROBED_ID,
@@ -127,5 +128,4 @@ def _called(template: ChatTemplate, *each: Mapping[str, Any], ends: Collection[s
         return ""
     both = re.sub(r"<[^>]*\Z", "", os.path.commonprefix([asked, text]))  # not in the middle of a mark
     behind = text[len(both) :]
-    start = max(behind.find(PROBED_NAME), 0)
-    return behind[: min((at for each in ends if (at := behind.find(each, start)) >= 0), default=len(behind))]
+    return behind[: first_place(behind, ends, max(behind.find(PROBED_NAME), 0))]

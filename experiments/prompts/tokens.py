@@ -6,7 +6,7 @@ answer ──► answer tokens, end of answer nothing in between: the answer con
 
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 _BLANK = "\u2581"  # what sentencepiece writes for a blank
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-_SHOWN_BYTES = (
-    *range(33, 127),
-    *range(161, 173),
-    *range(174, 256),
-)  # which stand for themselves in vocabularies of bytes
+_SHOWN_BYTES = (*range(33, 127), *range(161, 173), *range(174, 256))  # stand for themselves in vocabularies of bytes
 _BYTE_BY_CHARACTER = {chr(byte): byte for byte in _SHOWN_BYTES} | {
     chr(256 + number): byte for number, byte in enumerate(sorted({*range(256)} - {*_SHOWN_BYTES}))
 }
@@ -83,6 +79,11 @@ def answer_text(tokenizer: Any, ids: Sequence[int], *, ends: Collection[int] = (
     # Decoders of sentencepiece drop the blank that a text begins with, and an answer is no beginning.
     num_blanks = len(first) - len(first.lstrip(_BLANK))
     return text if text.startswith(" " * num_blanks) else f" {text}"
+
+
+def first_place(text: str, marks: Iterable[str], start: int = 0) -> int:
+    """Where the first of some marks begins in a text; the end of the text if it has none of them."""
+    return min((at for mark in marks if (at := text.find(mark, start)) >= 0), default=len(text))
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
+from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
@@ -46,7 +47,6 @@ from corral.workers.checkpoint.checkpoint import committed_ledger
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.ledger import DROPPED, TRAINED, Ledger, numbers_of
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE
-from corral.workers.data.prompts import load_row_ids
 from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind, delivery_id, uid_of_delivery
 from corral.workers.delivery.sender import TrajectorySender
 from corral.workers.delivery.spool import Spool
@@ -130,7 +130,7 @@ class TrainerTrial:
 
     def consumed(self, commit: Commit) -> tuple[set[str], set[str]]:
         """What was trained on and what was dropped by then, as its checkpoint says."""
-        rows = numbers_of(load_row_ids(self._plan("fsdp:d1", ()).all_of(RolloutWorkerSpec)[0].dataset))
+        rows = numbers_of(list(Dataset.planned(self._plan("fsdp:d1", ()).all_of(RolloutWorkerSpec)[0].dataset)))
         ledger = committed_ledger(self.directory, commit, rows)
         return set(ledger.beyond(Ledger(rows), TRAINED)), set(ledger.beyond(Ledger(rows), DROPPED))
 

@@ -31,26 +31,6 @@ BAD_ROW = "bad_row"
 """Why a row is dropped that is broken or too long."""
 
 
-def load_planned_rows(spec: DatasetSpec) -> Dataset:
-    """The rows of a dataset that was looked at at submission, in file order, but for those that were too long then.
-
-    Raises:
-        OSError: if it cannot be read.
-        ChangedInputError: if it has changed since.
-    """
-    return Dataset.planned(spec)
-
-
-def load_row_ids(spec: DatasetSpec) -> list[str]:
-    """The names of the same rows, in file order; raises the same."""
-    return list(Dataset.planned(spec))
-
-
-def load_held_out_rows(config: DatasetConfig) -> Dataset:
-    """The rows of held-out problems, of which the plan keeps no digest."""
-    return Dataset.open(config, kind="prompts")
-
-
 def checked_prompts(rows: Iterable[DatasetRow], encoder: PromptEncoder, config: DatasetConfig) -> list[list[int]]:
     """The tokens of the problems of a file.
 
@@ -96,7 +76,7 @@ class PlannedPrompts:
 
     @classmethod
     def load(cls, spec: DatasetSpec) -> "PlannedPrompts":
-        """Raises what `load_planned_rows` does."""
+        """Raises what `Dataset.planned` does."""
         rows = Dataset.planned(spec)
         return cls(spec.config, list(rows), {one.name: one.index.values for one in rows.sources})
 

@@ -17,26 +17,10 @@ from pathlib import Path
 
 _MARK = "CORRAL_ENVIRONMENT"
 _PASSED_ON = frozenset(
-    {
-        "CORRAL_TRIAL_UUID",  # whose processes these are
-        "CURL_CA_BUNDLE",
-        "HTTPS_PROXY",
-        "HTTP_PROXY",
-        "LANG",
-        "LC_ALL",
-        "LD_LIBRARY_PATH",
-        "NO_PROXY",
-        "OMP_NUM_THREADS",
-        "PATH",
-        "REQUESTS_CA_BUNDLE",
-        "SSL_CERT_DIR",
-        "SSL_CERT_FILE",
-        "TZ",
-        "http_proxy",
-        "https_proxy",
-        "no_proxy",
-    }
+    "CORRAL_TRIAL_UUID CURL_CA_BUNDLE HTTPS_PROXY HTTP_PROXY LANG LC_ALL LD_LIBRARY_PATH NO_PROXY OMP_NUM_THREADS PATH"
+    " REQUESTS_CA_BUNDLE SSL_CERT_DIR SSL_CERT_FILE TZ http_proxy https_proxy no_proxy".split()
 )
+"""Names of variables; CORRAL_TRIAL_UUID says whose processes these are."""
 _SCRIPTS = ".cache/verifiers/runtimes/scripts"  # below HOME, where verifiers has its programs
 
 

@@ -30,16 +30,12 @@ class RequestRefusedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """How one turn is to be sampled; None is what the trial's `sampling` says."""
+    """How one turn is to be sampled; None is what the trial's `sampling` says. From an answer that is sampled otherwise
+    than the trial or the row says nothing is learned: the trainer's probabilities are those of that sampling."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     stop: Sequence[str] = ()
     """Texts that end the answer; the token that completes one is its last."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end the answer, beside those that do anyway."""
-    is_trained: bool = True
-    """Whether something is to be learned from the answer. One that is sampled in another way than the trial or the row
-    says never is: the trainer's probabilities are those of that sampling."""

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.datasets.dataset import dataset_spec
+from corral.experiments.datasets.dataset import Dataset, dataset_spec
 from corral.experiments.datasets.formats import name_of
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.prompts.row_prompts import PromptEncoder
@@ -37,7 +37,7 @@ from corral.experiments.trial.login_shell import leave_login_shell
 from corral.experiments.trial.removal import remove_file
 from corral.experiments.trial.tether import die_with_parent
 from corral.workers.data.held_out import MAJORITY, added, means, pass_at_k
-from corral.workers.data.prompts import checked_prompts, load_held_out_rows
+from corral.workers.data.prompts import checked_prompts
 from corral.workers.evaluation.serving import served_problems
 from corral.workers.lifecycle.worker import BadConfigurationError, WrongDevicesError
 from corral.workers.requests.manager_messages import HeldOutProblem
@@ -62,7 +62,7 @@ async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult
     if request.code is not None:
         use_kept_code(request.code, request.code_digests)
     progress = _read_progress(request)
-    rows = load_held_out_rows(request.evaluation.dataset)
+    rows = Dataset.open(request.evaluation.dataset, kind="prompts")
     held_out = request.evaluation.dataset
     checked_prompts(rows.values(), PromptEncoder(request.weights, held_out.chat_template_kwargs), held_out)
     async with served_problems(request, rows, gpus=gpus) as (problems, ended):

@@ -13,12 +13,13 @@ from pathlib import Path
 from torch import nn
 
 from corral.experiments.config.data import EvaluationConfig
+from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.held_out import added, means, sums_of
-from corral.workers.data.prompts import checked_prompts, load_held_out_rows
+from corral.workers.data.prompts import checked_prompts
 from corral.workers.engine.batch import generate_greedily
 from corral.workers.episodes.trajectories import reward_parts_of
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
@@ -38,7 +39,7 @@ class HeldOutProblems:
     def __init__(
         self, config: EvaluationConfig, model: Path, judge: RewardJudge, *, share: slice = slice(None)
     ) -> None:
-        self._rows = list(load_held_out_rows(config.dataset).values())[share]
+        self._rows = list(Dataset.open(config.dataset, kind="prompts").values())[share]
         encoder = PromptEncoder(model, config.dataset.chat_template_kwargs)
         self._prompts = checked_prompts(self._rows, encoder, config.dataset)
         self._stop_token_ids = eos_token_ids(model)

@@ -45,61 +45,52 @@ class GenerationServer(Worker):
         run_async(self._main(), self.context.stopping)
 
     async def _main(self) -> None:
-        admin_key, trust = self.context.secrets.http_admin_key.reveal(), self.context.trust
+        context, spec, secrets, trust = self.context, self._spec, self.context.secrets, self.context.trust
+        admin_key = secrets.http_admin_key.reveal()
         staging = make_staging(
-            self._spec.weights,
-            trial_uuid=self.context.plan.trial.uuid,
-            worker=self.context.worker_id,
+            spec.weights,
+            trial_uuid=context.plan.trial.uuid,
+            worker=context.worker_id,
             admin_key=admin_key,
             tls=trust.client(),
         )
+        access = ServerAccess(
+            address=context.address, api_key=secrets.http_api_key, admin_key=secrets.http_admin_key, trust=trust
+        )
         async with open_session(trust.client()) as session:
             with closing(staging):
-                mode, record = self._spec.weights.update_mode, self.context.presence.record
-                updates = WeightUpdates(staging, mode=mode, record=record)
-                backend = self._make_backend(session)
-                control = ControlServer(updates, admin_key=admin_key, address=self.context.address, tls=trust.server())
+                updates = WeightUpdates(staging, mode=spec.weights.update_mode, record=context.presence.record)
+                backend = make_backend(
+                    spec,
+                    access,
+                    session=session,
+                    seed=context.plan.seed * 1009 + spec.index,
+                    log_path=context.trial.worker_log(context.attempt, "sglang", spec.index),
+                    start_timeout_s=context.plan.supervision.setup_timeout_s,
+                    check_gpus=context.check_gpus,
+                )
+                control = ControlServer(updates, admin_key=admin_key, address=context.address, tls=trust.server())
                 try:
                     await self._keep_serving(backend, updates, await control.start())
                 finally:
                     await control.stop()
 
-    def _make_backend(self, session: aiohttp.ClientSession) -> GenerationBackend:
-        context, secrets, index = self.context, self.context.secrets, self._spec.index
-        return make_backend(
-            self._spec,
-            ServerAccess(
-                address=context.address,
-                api_key=secrets.http_api_key,
-                admin_key=secrets.http_admin_key,
-                trust=context.trust,
-            ),
-            session=session,
-            seed=context.plan.seed * 1009 + index,
-            log_path=context.trial.worker_log(context.attempt, "sglang", index),
-            start_timeout_s=context.plan.supervision.setup_timeout_s,
-            check_gpus=context.check_gpus,
-        )
-
     async def _keep_serving(self, backend: GenerationBackend, updates: WeightUpdates, control: str) -> None:
         """Start the backend again and again, as far as the budget goes."""
-        supervision = self.context.plan.supervision
+        supervision, presence = self.context.plan.supervision, self.context.presence
         budget = RestartBudget(max_restarts=self._spec.sglang.max_restarts, healthy_after_s=supervision.healthy_after_s)
         num_starts, lost_because = 0, ""
+        deadline_s = supervision.setup_timeout_s + _SETUP_MARGIN_S
         while not self.context.stopping.is_set():
-            self.context.presence.enter(
-                "start",
-                waiting_for=lost_because,
-                is_setting_up=True,
-                deadline_s=supervision.setup_timeout_s + _SETUP_MARGIN_S,
-            )
+            presence.enter("start", waiting_for=lost_because, is_setting_up=True, deadline_s=deadline_s)
             started = time.monotonic()
             try:
                 url = await backend.start()
                 updates.serves(backend, url)
                 num_starts += 1
-                incarnation = f"{self.context.incarnation}.{num_starts}"
-                await self._serve(backend, updates, url, control, incarnation=incarnation)
+                await self._serve(
+                    backend, updates, url, control, incarnation=f"{self.context.incarnation}.{num_starts}"
+                )
             except BackendLostError as error:
                 if not budget.take(ran_s=time.monotonic() - started):
                     raise BackendLostError(
@@ -107,7 +98,7 @@ class GenerationServer(Worker):
                     ) from error
                 logger.error("starts its server again, %d of %d: %s", budget.in_a_row, budget.max_restarts, error)
                 lost_because = str(error).partition("\n")[0]
-                self.context.presence.note_restart()
+                presence.note_restart()
             finally:
                 updates.ended()
                 await backend.stop()
@@ -115,38 +106,26 @@ class GenerationServer(Worker):
     async def _serve(
         self, backend: GenerationBackend, updates: WeightUpdates, url: str, control: str, *, incarnation: str
     ) -> None:
-        """Publish the server while it runs; raises what it died of."""
-        record = {
-            "url": url,
-            "control": control,
-            "incarnation": incarnation,
-            "place": updates.place,
-            "kv_tokens": backend.kv_tokens,
-        }
-        keys, index = self.context.keys, self._spec.index
+        """Publish the server, and keep the presence record true while it runs; raises what it died of."""
+        record: dict[str, object] = {"url": url, "control": control, "incarnation": incarnation}
+        record |= {"place": updates.place, "kv_tokens": backend.kv_tokens}
+        keys, index, presence = self.context.keys, self._spec.index, self.context.presence
         key = keys.judge(index) if self._spec.is_judge else keys.generation_server(index)  # which the manager knows not
         with self.context.lease(key, json.dumps(record), owner=incarnation):
             ended = asyncio.ensure_future(backend.wait_ended())
             try:
-                await self._beat_until(ended, backend, updates)
+                while not self.context.stopping.is_set():
+                    await asyncio.wait([ended], timeout=_BEAT_S)
+                    if ended.done():
+                        return ended.result()
+                    progress = backend.progress()
+                    if progress["running"] + progress["queued"] > 0:
+                        presence.enter("generate")
+                    else:
+                        presence.enter("idle", waiting_for="requests of rollout workers")
+                    presence.beat(version=progress["version"], weight_update=updates.last)
             finally:
                 ended.cancel()
-
-    async def _beat_until(
-        self, ended: "asyncio.Future[None]", backend: GenerationBackend, updates: WeightUpdates
-    ) -> None:
-        """Keep the presence record true; raises what the backend died of."""
-        while not self.context.stopping.is_set():
-            await asyncio.wait([ended], timeout=_BEAT_S)
-            if ended.done():
-                ended.result()
-                return
-            progress = backend.progress()
-            busy = progress["running"] + progress["queued"] > 0
-            self.context.presence.enter(
-                "generate" if busy else "idle", waiting_for="" if busy else "requests of rollout workers"
-            )
-            self.context.presence.beat(version=progress["version"], weight_update=updates.last)
 
 
 def make_backend(

@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.worker_specs import HeldOutSpec
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.held_out import added
-from corral.workers.data.prompts import load_row_ids
 from corral.workers.manager.routing import ServerTable
 from corral.workers.requests.manager_messages import Answered, Evaluate, Evaluation, HeldOutProblem
 
@@ -137,7 +137,7 @@ class Evaluations:
 
     def __init__(self, spec: HeldOutSpec | None) -> None:
         datasets = {} if spec is None else spec.datasets
-        row_ids = {name: load_row_ids(dataset) for name, dataset in datasets.items()}
+        row_ids = {name: list(Dataset.planned(dataset)) for name, dataset in datasets.items()}
         self.book = HeldOutBook(row_ids, most_out=0 if spec is None else spec.config.batch_size)
         self._has_ended = asyncio.Event()
 

@@ -99,6 +99,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from functools import cached_property, partial
 
+from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.trial.attempts import may_resume
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import LogWriter, TrialLog
@@ -120,7 +121,7 @@ from corral.workers.checkpoint.checkpoint import (
 )
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.checkpoint.published_weights import PublishedWeights
-from corral.workers.data.prompts import PlannedPrompts, load_row_ids
+from corral.workers.data.prompts import PlannedPrompts
 from corral.workers.lifecycle.worker import (
     CannotContinueError,
     StopRequested,
@@ -316,7 +317,7 @@ class MasterWorker(Worker):
 
     def _held_out_rows(self) -> list[str]:
         held_out = self._trainer.held_out
-        return [] if held_out is None else load_row_ids(held_out)
+        return [] if held_out is None else list(Dataset.planned(held_out))
 
     @property
     def _trainer(self) -> ModelWorkerSpec:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from corral.experiments.config.rollout import functions_of, remarks_size, told_parts
+from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
@@ -25,7 +26,7 @@ from corral.experiments.trial.spans import Span
 from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.answer_seed import AnswerSeeds
-from corral.workers.data.prompts import BAD_ROW, load_planned_rows, split_uid
+from corral.workers.data.prompts import BAD_ROW, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.teacher_prompts import padded_prompt
 from corral.workers.engine.batch import generate_all
@@ -102,7 +103,7 @@ class Generator:
         assert spec.dataset is not None, "the plan has a call that generates, and no dataset to take prompts from"
         self._generation = generation
         self._seed = seed
-        self._rows = load_planned_rows(spec.dataset)
+        self._rows = Dataset.planned(spec.dataset)
         self._max_prompt_tokens = spec.dataset.config.max_prompt_tokens
         self._says_temperature = spec.dataset.config.names_temperatures
         self._prompts = PromptEncoder(spec.tokenizer, spec.dataset.config.chat_template_kwargs)

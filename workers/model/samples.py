@@ -27,10 +27,11 @@ from pathlib import Path
 
 import numpy as np
 
+from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.inputs.model_directory import context_length
 from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.worker_specs import DatasetSpec, ModelWorkerSpec
-from corral.workers.data.prompts import BAD_ROW, is_held_out, load_planned_rows, split_uid
+from corral.workers.data.prompts import BAD_ROW, is_held_out, split_uid
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.messages import VerdictKind, uid_of_delivery
 from corral.workers.delivery.receiver import Trajectory, TrajectoryReceiver
@@ -50,7 +51,7 @@ class RowLoader:
     """
 
     def __init__(self, spec: DatasetSpec, model: Path, *, max_row_tokens: int | None = None) -> None:
-        self._rows = load_planned_rows(spec)
+        self._rows = Dataset.planned(spec)
         self._limits = LengthLimits(
             model,
             max_prompt_tokens=spec.config.max_prompt_tokens,

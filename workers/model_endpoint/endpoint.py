@@ -25,13 +25,21 @@ from aiohttp import web
 
 from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.row_prompts import is_ids
-from corral.experiments.prompts.tokens import answer_text, encode_prompt
+from corral.experiments.prompts.tokens import answer_text, encode_prompt, first_place
 from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.episodes.log import Turn
 from corral.workers.episodes.turn_request import EpisodeEndedError, RequestRefusedError, TurnRequest
 from corral.workers.model_endpoint.conversations import Conversations
 from corral.workers.model_endpoint.replies import chat_reply, events, ids_reply, text_reply
-from corral.workers.model_endpoint.requests import ApiError, ChatRequest, CompletionRequest, GenerateRequest, parse
+from corral.workers.model_endpoint.requests import (
+    ApiError,
+    Asked,
+    Bounded,
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    parse,
+)
 from corral.workers.streams.https import serve
 
 logger = logging.getLogger(__name__)
@@ -182,17 +190,15 @@ class ModelEndpoint:
         asked, conversations, ids = await asyncio.to_thread(self._read_chat, episode, await request.read())
         renderer, tools = conversations.renderer, asked.schemas
         ends = [*renderer.stop_token_ids, *(asked.stop_token_ids or ())]
-        turn = await self._turn(episode, ids, asked.max_new_tokens, stop=asked.stops, stop_token_ids=ends)
-        answer, callable_tools = turn.answer, tools if asked.may_call else ()
+        turn = await self._turn(episode, ids, asked, stop_token_ids=ends)
+        answer, callable_tools = turn.answer, tools if asked.tool_choice != "none" else ()
         said = renderer.parse(answer.output_ids, stopped=answer.stopped, tools=callable_tools, num_before=len(ids))
         message = said.as_message()
-        if message["content"]:
-            message["content"] = _before_stop(message["content"], asked.stops)
+        if message["content"]:  # programs do not expect what was to end an answer as a part of it; the ids have it
+            message["content"] = message["content"][: first_place(message["content"], asked.stops)]
         conversations.add(asked.messages, message, turn, tools=tools)
-        reply = chat_reply(
-            turn, message, model=self._model_name, tokenizer=self._tokenizer, says_logprobs=bool(asked.logprobs)
-        )
-        return await _send(request, turn, reply, streams=bool(asked.stream), says_usage=asked.says_usage)
+        tokenizer = self._tokenizer if asked.logprobs else None
+        return await _send(request, asked, turn, chat_reply(turn, message, model=self._model_name, tokenizer=tokenizer))
 
     def _read_chat(self, episode: _Episode, body: bytes) -> tuple[ChatRequest, Conversations, list[int]]:
         """A request, the conversations that it may go on from, and its prompt. In a thread: it may be long."""
@@ -218,15 +224,12 @@ class ModelEndpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         episode = self._episode_of(request)
         asked, ids = await asyncio.to_thread(self._read_completion, await request.read())
-        turn = await self._turn(
-            episode, ids, asked.max_new_tokens, stop=asked.stops, stop_token_ids=asked.stop_token_ids or ()
-        )
+        turn = await self._turn(episode, ids, asked, stop_token_ids=asked.stop_token_ids or ())
         ends = self._special_ids if turn.answer.stopped else ()
-        text = _before_stop(answer_text(self._tokenizer, turn.answer.output_ids, ends=ends), asked.stops)
-        reply = text_reply(
-            turn, text, model=self._model_name, tokenizer=self._tokenizer, says_logprobs=asked.logprobs is not None
-        )
-        return await _send(request, turn, reply, streams=bool(asked.stream), says_usage=asked.says_usage)
+        text = answer_text(self._tokenizer, turn.answer.output_ids, ends=ends)
+        text = text[: first_place(text, asked.stops)]
+        tokenizer = None if asked.logprobs is None else self._tokenizer
+        return await _send(request, asked, turn, text_reply(turn, text, model=self._model_name, tokenizer=tokenizer))
 
     def _read_completion(self, body: bytes) -> tuple[CompletionRequest, list[int]]:
         asked = parse(body, CompletionRequest)
@@ -237,14 +240,8 @@ class ModelEndpoint:
         episode = self._episode_of(request)
         asked = parse(await request.read(), GenerateRequest)
         params = asked.params
-        turn = await self._turn(
-            episode,
-            asked.token_ids,
-            params.max_tokens,
-            stop=params.stops,
-            stop_token_ids=params.stop_token_ids or (),
-            temperature=params.own_temperature,
-        )
+        ends, temperature = params.stop_token_ids or (), params.own_temperature
+        turn = await self._turn(episode, asked.token_ids, params, stop_token_ids=ends, temperature=temperature)
         return web.json_response(ids_reply(turn))
 
     # How it is answered
@@ -278,10 +275,9 @@ class ModelEndpoint:
         self,
         episode: _Episode,
         ids: Sequence[int],
-        max_new_tokens: int | None,
+        asked: Bounded,
         *,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
+        stop_token_ids: Sequence[int],
         temperature: float | None = None,
     ) -> Turn:
         """The model's answer to these tokens.
@@ -289,15 +285,14 @@ class ModelEndpoint:
         Raises:
             ApiError: if there is none.
         """
-        room = self._max_model_len - len(ids)
+        room, most = self._max_model_len - len(ids), asked.max_new_tokens
         if room < 1:
             raise self._too_long(f"{len(ids)} tokens")
         if not ids or not all(0 <= token < self._vocabulary_size for token in ids):
             raise ApiError(f"a prompt has at least one token, each an id below {self._vocabulary_size}")
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise ApiError(f"an answer has at least one token, {max_new_tokens} were asked for")
-        longest = min(room, max_new_tokens or room)
-        request = TurnRequest(max_new_tokens=longest, temperature=temperature, stop=stop, stop_token_ids=stop_token_ids)
+        if most is not None and most < 1:
+            raise ApiError(f"an answer has at least one token, {most} were asked for")
+        request = TurnRequest(min(room, most or room), temperature, stop=asked.stops, stop_token_ids=stop_token_ids)
         task = asyncio.create_task(episode.session.generate(ids, request))
         episode.under_way.add(task)
         try:
@@ -311,10 +306,9 @@ class ModelEndpoint:
             raise ApiError(str(error), code=code, reason=error.reason) from error
         except RequestRefusedError as error:
             logger.warning("a request of episode %s was refused: %s", episode.session.uid, error)
-            words = "the generation server refuses this request"
-            if error.kind != "request_refused":
-                words = "no generation server can answer this request"
-            raise ApiError(words, code=error.kind) from error
+            is_wrong = error.kind == "request_refused"
+            words = "the generation server refuses" if is_wrong else "no generation server can answer"
+            raise ApiError(f"{words} this request", code=error.kind) from error
         finally:
             episode.under_way.discard(task)
 
@@ -323,31 +317,24 @@ class ModelEndpoint:
         try:
             return await handler(request)
         except ApiError as error:
-            return web.json_response(error.body(), status=error.status)
+            refused = error
         except web.HTTPException as error:
             here = ", ".join(str(resource.canonical) for resource in request.app.router.resources())
             words = f"{error.reason}: {request.method} {request.path}; what is answered here is {here}"
             refused = ApiError(words, code="no_such_request", status=error.status)
-            return web.json_response(refused.body(), status=error.status)
         except Exception:
             logger.exception("the model endpoint failed on %s", request.path)
-            return web.json_response(ApiError("the model endpoint failed", code="internal_error").body(), status=500)
+            refused = ApiError("the model endpoint failed", code="internal_error", status=500)
+        return web.json_response(refused.body(), status=refused.status)
 
 
-async def _send(
-    request: web.Request, turn: Turn, reply: dict[str, Any], *, streams: bool, says_usage: bool
-) -> web.StreamResponse:
+async def _send(request: web.Request, asked: Asked, turn: Turn, reply: dict[str, Any]) -> web.StreamResponse:
     number = {"X-Turn": str(turn.number)}  # for the host of an environment, which may not learn from it
-    if not streams:
+    if not asked.stream:
         return web.json_response(reply, headers=number)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **number})
     await response.prepare(request)
-    for event in events(reply, says_usage=says_usage):
+    for event in events(reply, says_usage=asked.says_usage):
         await response.write(event)
     await response.write_eof()
     return response
-
-
-def _before_stop(text: str, stops: Sequence[str]) -> str:
-    """Programs do not expect what was to end an answer as a part of it; the ids have it."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]

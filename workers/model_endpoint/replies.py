@@ -16,21 +16,21 @@ _PIECE = 256  # characters of a piece
 Json = dict[str, Any]
 
 
-def chat_reply(turn: Turn, message: Mapping[str, Any], *, model: str, tokenizer: Any, says_logprobs: bool) -> Json:
-    """chat.completion, with one choice."""
+def chat_reply(turn: Turn, message: Mapping[str, Any], *, model: str, tokenizer: Any) -> Json:
+    """chat.completion, with one choice; with log-probabilities where there is a tokenizer, which has their texts."""
     choice = {
         "index": 0,
         "message": message,
         "finish_reason": "tool_calls" if message.get("tool_calls") else _finish_reason(turn),
-        "logprobs": {"content": _logprobs(turn, tokenizer), "refusal": None} if says_logprobs else None,
+        "logprobs": None if tokenizer is None else {"content": _logprobs(turn, tokenizer), "refusal": None},
     }
     return _reply(turn, "chat.completion", choice, model=model)
 
 
-def text_reply(turn: Turn, text: str, *, model: str, tokenizer: Any, says_logprobs: bool) -> Json:
-    """text_completion, with one choice."""
+def text_reply(turn: Turn, text: str, *, model: str, tokenizer: Any) -> Json:
+    """text_completion, with one choice; the tokenizer as of `chat_reply`."""
     logprobs: Json | None = None
-    if says_logprobs:
+    if tokenizer is not None:
         tokens = _logprobs(turn, tokenizer)
         logprobs = {
             "tokens": [token["token"] for token in tokens],
@@ -68,10 +68,11 @@ def events(reply: Json, *, says_usage: bool) -> Iterator[bytes]:
     deltas = _message_deltas(choice["message"]) if is_chat else ({"text": piece} for piece in _pieces(choice["text"]))
     for number, delta in enumerate(deltas):
         # All logprobs come with the first piece: a piece of text is no number of tokens.
-        said = {"delta": delta} if is_chat else delta
-        yield _event({**head, "choices": [_chunk(choice, said, logprobs=choice["logprobs"] if number == 0 else None)]})
-    last: Json = {"delta": {}} if is_chat else {"text": ""}
-    yield _event({**head, "choices": [_chunk(choice, last, finish_reason=choice["finish_reason"])]})
+        logprobs = choice["logprobs"] if number == 0 else None
+        said: Json = {"index": choice["index"], "finish_reason": None, "logprobs": logprobs}
+        yield _event({**head, "choices": [{**said, "delta": delta} if is_chat else {**said, **delta}]})
+    last: Json = {"index": choice["index"], "finish_reason": choice["finish_reason"], "logprobs": None}
+    yield _event({**head, "choices": [{**last, "delta": {}} if is_chat else {**last, "text": ""}]})
     if says_usage:
         yield _event({**head, "choices": [], "usage": reply["usage"]})
     yield b"data: [DONE]\n\n"
@@ -89,10 +90,6 @@ def _pieces(text: str) -> Iterable[str]:
     return (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
 
 
-def _chunk(choice: Json, said: Json, *, finish_reason: str | None = None, logprobs: Any = None) -> Json:
-    return {"index": choice["index"], **said, "finish_reason": finish_reason, "logprobs": logprobs}
-
-
 def _event(chunk: Json) -> bytes:
     return f"data: {json.dumps(chunk)}\n\n".encode()
 
@@ -105,11 +102,7 @@ def _reply(turn: Turn, kind: str, choice: Json, *, model: str) -> Json:
         "created": int(time.time()),
         "model": model,
         "choices": [choice],
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_made,
-            "total_tokens": num_prompt + num_made,
-        },
+        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_made, "total_tokens": num_prompt + num_made},
     }
 
 

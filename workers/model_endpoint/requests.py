@@ -59,7 +59,7 @@ class _StreamOptions(Struct):
     continuous_usage_stats: bool | None = None
 
 
-class _Bounded(Struct, kw_only=True):
+class Bounded(Struct, kw_only=True):
     """How many answers, and how long."""
 
     n: int | None = None
@@ -73,13 +73,17 @@ class _Bounded(Struct, kw_only=True):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return tuple(stop for stop in stops if stop)
 
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens
+
     def check(self) -> None:
         """ApiError for what is not done."""
         if self.n not in (None, 1):
             raise ApiError(f"n is {self.n}, and a request has one answer; send it so many times, at the same time")
 
 
-class _Asked(_Bounded, kw_only=True):
+class Asked(Bounded, kw_only=True):
     """What OpenAI's two ways to ask have in common."""
 
     stream: bool | None = None
@@ -96,7 +100,7 @@ class _Asked(_Bounded, kw_only=True):
             raise ApiError("stream_options.continuous_usage_stats is not heeded; a stream has its numbers at its end")
 
 
-class ChatRequest(_Asked, kw_only=True):
+class ChatRequest(Asked, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
@@ -125,11 +129,6 @@ class ChatRequest(_Asked, kw_only=True):
     def schemas(self) -> tuple[ToolSchema, ...]:
         return tuple(self.tools or ())
 
-    @property
-    def may_call(self) -> bool:
-        """Whether calls are looked for in the answer."""
-        return bool(self.tools) and self.tool_choice != "none"
-
     def check(self) -> None:
         super().check()
         try:
@@ -157,7 +156,7 @@ class ChatRequest(_Asked, kw_only=True):
             )
 
 
-class CompletionRequest(_Asked, kw_only=True):
+class CompletionRequest(Asked, kw_only=True):
     """POST /v1/completions."""
 
     prompt: Any
@@ -165,10 +164,6 @@ class CompletionRequest(_Asked, kw_only=True):
     echo: bool | None = None
     suffix: str | None = None
     logprobs: int | None = None
-
-    @property
-    def max_new_tokens(self) -> int | None:
-        return self.max_tokens
 
     def check(self) -> None:
         super().check()
@@ -184,7 +179,7 @@ class CompletionRequest(_Asked, kw_only=True):
             raise ApiError("an answer goes on behind its prompt, and is all that comes back: no echo, no suffix")
 
 
-class _SamplingParams(_Bounded, kw_only=True):
+class _SamplingParams(Bounded, kw_only=True):
     own_temperature: float | None = None
     """Of an answer from which nothing is learned, as it is sampled in another way than the trial's; not vLLM's
     `temperature`, which programs send without meaning it."""

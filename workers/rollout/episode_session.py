@@ -75,9 +75,8 @@ class EpisodeSession:
             if isinstance(error, Exception) and not is_refused:
                 self.failure = error
             raise
-        length = {"max_new_tokens": sampling.max_new_tokens}
-        is_as_trained = self.client.sampling.model_copy(update=length) == sampling
-        self.log.finish(turn, is_trained=request.is_trained and is_as_trained)
+        own = self.client.sampling
+        self.log.finish(turn, is_trained=own.model_copy(update={"max_new_tokens": sampling.max_new_tokens}) == sampling)
         return turn
 
     async def _make(self, turn: Turn, sampling: SamplingConfig, request: TurnRequest) -> None:
@@ -123,7 +122,5 @@ class EpisodeSession:
             update={
                 "max_new_tokens": int(min(asked, own.max_new_tokens, room)),
                 "temperature": own.temperature if request.temperature is None else request.temperature,
-                "top_p": own.top_p if request.top_p is None else request.top_p,
-                "top_k": own.top_k if request.top_k is None else request.top_k,
             }
         )

@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 
 from corral.experiments.config.rollout import RewardConfig
+from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.datasets.row_parser import RowError
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
@@ -36,7 +37,7 @@ from corral.experiments.trial.worker_record import MANAGER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.workers.checkpoint.committed_ledger import CommittedLedger
 from corral.workers.data.answer_seed import AnswerSeeds
-from corral.workers.data.prompts import BAD_ROW, load_planned_rows, split_uid
+from corral.workers.data.prompts import BAD_ROW, split_uid
 from corral.workers.delivery.messages import (
     UNTIL_A_COMMIT,
     TrajectoryHeader,
@@ -213,9 +214,9 @@ class RolloutWorker(Worker):
 
     def _load_data(self) -> None:
         spec = self._spec
-        self._rows = load_planned_rows(spec.dataset)
+        self._rows = Dataset.planned(spec.dataset)
         held_out = {} if spec.held_out is None else spec.held_out.datasets
-        self._held_out_rows = {name: load_planned_rows(dataset) for name, dataset in held_out.items()}
+        self._held_out_rows = {name: Dataset.planned(dataset) for name, dataset in held_out.items()}
         self._prompts = PromptEncoder(spec.tokenizer, spec.dataset.config.chat_template_kwargs)
         self._stop_token_ids = eos_token_ids(spec.tokenizer)
 

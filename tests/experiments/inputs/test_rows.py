@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.config.data import ColumnsConfig, DatasetConfig
-from corral.experiments.datasets.dataset import dataset_spec
+from corral.experiments.datasets.dataset import Dataset, dataset_spec
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.launcher.submit.prepare import Submission, prepare
-from corral.workers.data.prompts import load_planned_rows, load_row_ids
 from corral.workers.rewards.texts import exact_match
 from tests.experiments.broken_yaml import VALID_PPO, tokenizer_json, write_inputs
 
@@ -45,7 +44,7 @@ def planned(plan: RunPlan) -> RolloutWorkerSpec:
 
 def test_an_answer_that_is_a_number_is_the_text_of_it(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"id": str(n), "prompt": "1+1=", "answer": n} for n in (2, -3, 0.5)]
-    loaded = load_planned_rows(planned(submit(tmp_path, *rows).plan).dataset)
+    loaded = Dataset.planned(planned(submit(tmp_path, *rows).plan).dataset)
     assert [loaded[str(n)].answers for n in (2, -3, 0.5)] == [("2",), ("-3",), ("0.5",)]
     assert exact_match(loaded["0.5"].fields, " 0.5\n") == 1.0
 
@@ -57,9 +56,9 @@ def test_rows_that_are_too_long_are_left_out_everywhere_and_counted(tmp_path: Pa
     assert "train.jsonl:41: " in warning and "prompt has 18 tokens" in warning
     dataset = planned(submission.plan).dataset
     assert (dataset.num_rows, submission.plan.master.num_prompts, dataset.sources[""].too_long) == (41, 41, "41,43")
-    loaded = load_planned_rows(dataset)
+    loaded = Dataset.planned(dataset)
     assert len(loaded) == 41 and "last" in loaded and not {"long", "longer"} & loaded.keys()
-    assert load_row_ids(dataset) == list(loaded)
+    assert list(Dataset.planned(dataset)) == list(loaded)
 
 
 def test_the_names_of_rows_alone_are_those_of_the_rows_whatever_they_look_like(tmp_path: Path) -> None:
@@ -74,14 +73,14 @@ def test_the_names_of_rows_alone_are_those_of_the_rows_whatever_they_look_like(t
     path.write_text("\n".join([*lines, '{"name": "0x", "prompt": "left out"}', '{"prompt": "d"}']))
     config = DatasetConfig(path=path, columns=ColumnsConfig(id="name"))
     dataset = dataset_spec(config, kind="prompts", too_long={"": [5]})
-    assert load_row_ids(dataset) == list(load_planned_rows(dataset)) == ["0", "nested é", "7", "6"]
+    assert list(Dataset.planned(dataset)) == ["0", "nested é", "7", "6"]
     with path.open("a") as file:
         file.write("no row")
     with pytest.raises(ValueError, match="has changed since the trial was submitted"):
-        load_row_ids(dataset)
+        list(Dataset.planned(dataset))
     path.unlink()
     with pytest.raises(ValueError, match="cannot be read any more .No such file or directory"):
-        load_row_ids(dataset)
+        list(Dataset.planned(dataset))
 
 
 def test_held_out_rows_are_all_looked_at_or_none(tmp_path: Path) -> None:
@@ -100,7 +99,7 @@ def test_prompts_are_text_messages_or_token_ids_and_the_same_tokens(tmp_path: Pa
     submission = submit(tmp_path, *rows, LONG, asked("1" * 16), {"prompt": [1] * 17, "answer": 1}, template=TEMPLATE)
     dataset = planned(submission.plan).dataset
     assert dataset.sources[""].too_long == "45-47" and "3 of 47 rows" in submission.warnings[0]
-    encoder, loaded = PromptEncoder(tmp_path / "model"), load_planned_rows(dataset)
+    encoder, loaded = PromptEncoder(tmp_path / "model"), Dataset.planned(dataset)
     encoded = [encoder.encode(row.prompt, tools=row.tools) for row in list(loaded.values())[40:]]
     assert encoded == [[2, 11, 2, 12]] * 3 + [[2, 11, 2, 11, 11, 12]]
     assert loaded["41"].fields["prompt"] == [{"role": "user", "content": "1+1"}]

@@ -87,9 +87,9 @@ def test_turns_go_on_from_what_was_made_and_no_older_weights_may_answer(model: P
 def test_what_is_sampled_in_another_way_than_the_trial_says_is_not_trained(model: Path) -> None:
     async def episode(opened: Callable[..., EpisodeSession]) -> None:
         session = opened()
-        requests = [TurnRequest(temperature=0.5), TurnRequest(temperature=1.0), TurnRequest(is_trained=False)]
+        requests = [TurnRequest(temperature=0.5), TurnRequest(temperature=1.0), TurnRequest()]
         turns = [await session.generate([*PROMPT, number], each) for number, each in enumerate(requests)]
-        assert [turn.branch.segments[-1].is_trained for turn in turns] == [False, True, False]
+        assert [turn.branch.segments[-1].is_trained for turn in turns] == [False, True, True]
         # Of a row that has a temperature of its own.
         session = opened()
         session.client = session.client.sampling_by(temperature=0.5)
