@@ -24,8 +24,8 @@ _OF_DECOUPLED_LOSS = (
 )  # fmt: skip
 
 
-LEAST_PROMPTS = 8
-"""Prompts of a step whose tokens of older weights can be compared with the trainer's numbers."""
+LEAST_PROMPTS, LEAST_TOKENS = 8, 100
+"""Prompts of a step, and tokens of older weights, that can be compared with the trainer's numbers."""
 
 
 def _known_algorithm(name: str) -> str:

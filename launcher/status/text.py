@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from corral.experiments.config.algorithm import LEAST_PROMPTS
+from corral.experiments.config.algorithm import LEAST_PROMPTS, LEAST_TOKENS
 from corral.experiments.trial.mode import has_jobs
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import describe_wait, render_chain
@@ -247,9 +247,10 @@ def _describe(finding: Finding) -> Iterator[str]:
 def _compared(metrics: Mapping[str, Any]) -> Iterator[str]:
     """How much of the newest step generator and trainer were compared on, and how that is beside what it may be."""
     coverage, share, prompts = (metrics.get(name) for name in ("gap/coverage", GAP[0], "drift/prompts"))
-    if not coverage and is_number(prompts) and prompts < LEAST_PROMPTS:
-        few = f"too few prompts for a verdict ({prompts:.0f} of at least {LEAST_PROMPTS})"
-        yield f"compared   logprob check: {few}"
+    if not coverage and is_number(prompts):
+        few = "prompts" if prompts < LEAST_PROMPTS else "tokens"
+        needed = f"{prompts:.0f} prompts; at least {LEAST_PROMPTS}, and {LEAST_TOKENS} tokens, are needed"
+        yield f"compared   logprob check: too few {few} for a verdict ({needed})"
     elif is_number(coverage):
         evidence = f", {share:.2g} of the evidence for an alarm" if coverage and is_number(share) else ""
         yield f"compared   logprob check: {coverage:.0%} of the last step's tokens{evidence}"

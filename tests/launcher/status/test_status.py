@@ -445,9 +445,11 @@ def test_what_was_compared_of_the_last_step_is_shown_beside_what_it_may_be() -> 
     line = "\ncompared   logprob check: 61% of the last step's tokens"
     newest = {"gap/coverage": 0.61, "gap/of_allowed": 0.2231, "drift/prompts": 4.0}
     assert f"{line}, 0.22 of the evidence for an alarm\n" in shown(**newest)
-    few = "\ncompared   logprob check: too few prompts for a verdict (4 of at least 8)\n"
-    assert few in shown(**{**newest, "gap/coverage": 0.0})
-    none = shown(**{**newest, "gap/coverage": 0.0, "drift/prompts": 8.0})
+    for prompts, few in ((4, "prompts"), (8, "tokens")):
+        said = shown(**{**newest, "gap/coverage": 0.0, "drift/prompts": float(prompts)})
+        needed = f"({prompts} prompts; at least 8, and 100 tokens, are needed)"
+        assert f"\ncompared   logprob check: too few {few} for a verdict {needed}\n" in said
+    none = shown(**{"gap/coverage": 0.0})
     assert "compared   logprob check: 0% of the last step's tokens\n" in none
     assert "compared" not in shown(step=3)
 

@@ -28,14 +28,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from corral.experiments.config.algorithm import LEAST_PROMPTS
+from corral.experiments.config.algorithm import LEAST_PROMPTS, LEAST_TOKENS
 from corral.workers.algorithms.functional.kl import approximate_kl
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 _DIFFERENCE, _NEGATIVE = "difference", "negative"
-_LEAST_TOKENS: Final = 100
 _FEW_PROMPTS: Final = 12.0  # with so many, a variance is taken to be twice what it seems
 _TOLERANCE: Final = 0.2  # of a log ratio: new answers may move more than those that were trained on
 _LEAST_VARIANCE: Final = 0.02  # of a log ratio: the two kinds of answers are never quite alike
@@ -188,7 +187,7 @@ class MeanSize:
             variance: of its logarithm.
         """
         variance += self.variance + _LEAST_VARIANCE
-        if self.num_prompts < LEAST_PROMPTS or self.num_tokens < _LEAST_TOKENS or not math.isfinite(variance):
+        if self.num_prompts < LEAST_PROMPTS or self.num_tokens < LEAST_TOKENS or not math.isfinite(variance):
             return None
         excess = math.log(max(self.mean, 1e-30) / allowed) - _TOLERANCE
         return min(max(excess / variance / _NEEDED, -0.5), 0.5)
