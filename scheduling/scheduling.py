@@ -13,8 +13,6 @@ ExperimentScheduling
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
@@ -24,7 +22,6 @@ from corral.scheduling.slurm_formats import (
     check_environment_name,
     check_plain_text,
     parse_memory_mb,
-    parse_point_in_time,
     parse_time_limit,
 )
 from corral.scheduling.worker_information import WORKER_KINDS, LayoutKind, WorkerKind
@@ -69,10 +66,8 @@ def _quoted_time(value: Any) -> Any:
 
 
 _TimeLimit = Annotated[str, BeforeValidator(_quoted_time), _checked(parse_time_limit)]
-# Any moment will do: whether a text is a point in time does not depend on it.
-_PointInTime = Annotated[
-    str, BeforeValidator(_quoted_time), _checked(partial(parse_point_in_time, now=datetime(2000, 1, 1, 12)))
-]
+# sbatch has its own words for moments ("now+2hours", "noon"), and refuses others.
+_PointInTime = Annotated[str, BeforeValidator(_quoted_time), _word(r"[A-Za-z0-9.:/+ -]+")]
 
 
 class AllocationNeeds(FrozenModel):

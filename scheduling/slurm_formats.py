@@ -6,10 +6,7 @@ A value that SLURM would reject, or read as something else, is refused here with
 """
 
 import re
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import date, datetime, time, timedelta
 
 _MINUTE_S = 60
 _HOUR_S = 60 * _MINUTE_S
@@ -100,85 +97,6 @@ class MemoryRules:
 
 COUNTED_MEMORY = MemoryRules()
 """Of a site without limits."""
-
-
-_CLOCK = r"(?P<clock>[0-9]{1,2}:[0-9]{2}(?::[0-9]{2})?)(?:\s?(?P<half>[AaPp][Mm]))?"
-_CALENDAR = r"(?P<month>[0-9]{2})(?P<separator>[/.]?)(?P<day>[0-9]{2})(?:(?P=separator)(?P<year>[0-9]{2}))?"
-_POINTS_IN_TIME = (
-    re.compile(_CLOCK),
-    re.compile(r"(?P<iso>[0-9]{4}-[0-9]{2}-[0-9]{2}(?:T[0-9]{2}:[0-9]{2}(?::[0-9]{2})?)?)"),
-    re.compile(f"{_CALENDAR}(?:-{_CLOCK})?"),
-    re.compile(r"now(?:\+(?P<count>[0-9]{1,9})(?:(?P<unit>second|minute|hour|day|week)s?)?)?"),
-)
-_HOUR_BY_WORD = {"today": 0, "tomorrow": 0, "midnight": 0, "noon": 12, "elevenses": 11, "fika": 15, "teatime": 16}
-_POINT_IN_TIME_GRAMMAR = (
-    "HH:MM[:SS] [AM|PM], YYYY-MM-DD[THH:MM[:SS]], MM/DD[/YY][-HH:MM[:SS]], "
-    "now[+COUNT[seconds|minutes|hours|days|weeks]], or a word: " + ", ".join(sorted(_HOUR_BY_WORD))
-)
-_UNITS_OF_NOW_S = {"": 1, "second": 1, "minute": _MINUTE_S, "hour": _HOUR_S, "day": _DAY_S, "week": 7 * _DAY_S}
-
-
-def parse_point_in_time(text: str, *, now: datetime) -> datetime:
-    """The moment that `sbatch --begin` and `--deadline` take a text for; it may be past.
-
-    A clock without a date is the next time it shows that.
-
-    Example:
-        parse_point_in_time("now+2hours", now=noon)     # 14:00 today
-        parse_point_in_time("11:00", now=noon)          # 11:00 tomorrow
-
-    Raises:
-        ValueError: naming the forms, or the part that no calendar has (a 13th month, 25:00).
-    """
-    if text == "today":
-        return datetime.combine(now.date(), time(), tzinfo=now.tzinfo)
-    if text in _HOUR_BY_WORD:
-        return _next(time(_HOUR_BY_WORD[text]), now)
-    for form in _POINTS_IN_TIME:
-        if match := form.fullmatch(text):
-            try:
-                return _moment(match.groupdict(), now)
-            except ValueError as error:
-                raise ValueError(f"time {text!r} does not exist: {error}") from error
-    raise ValueError(f"time {text!r} is none of SLURM's forms: {_POINT_IN_TIME_GRAMMAR}")
-
-
-def _moment(parts: Mapping[str, str | None], now: datetime) -> datetime:
-    if iso := parts.get("iso"):
-        return datetime.fromisoformat(iso).replace(tzinfo=now.tzinfo)
-    clock = _clock(parts)
-    if month := parts.get("month"):
-        return _calendar_moment(int(month), int(parts["day"] or 0), parts["year"], clock, now)
-    if parts.get("clock"):
-        return _next(clock, now)
-    seconds = int(parts["count"] or 0) * _UNITS_OF_NOW_S[parts["unit"] or ""]
-    return now + timedelta(seconds=min(seconds, 1000 * 365 * _DAY_S))
-
-
-def _next(clock: time, now: datetime) -> datetime:
-    moment = datetime.combine(now.date(), clock, tzinfo=now.tzinfo)
-    return moment if moment > now else moment + timedelta(days=1)
-
-
-def _clock(parts: Mapping[str, str | None]) -> time:
-    hour, minute, second = (*(int(number) for number in (parts.get("clock") or "0:0").split(":")), 0)[:3]
-    half = (parts.get("half") or "").upper()
-    if half and not 1 <= hour <= 12:
-        raise ValueError(f"with AM or PM the hour must be 1 to 12, got {hour}")
-    return time(hour % 12 + (12 if half == "PM" else 0) if half else hour, minute, second)
-
-
-def _calendar_moment(month: int, day: int, year: str | None, clock: time, now: datetime) -> datetime:
-    if year:
-        return datetime.combine(date(2000 + int(year), month, day), clock, tzinfo=now.tzinfo)
-    date(2000, month, day)  # of a leap year: what it does not have comes in no year
-    # Without a year it is the next such day; 02/29 may be some years away.
-    for next_year in range(now.year, now.year + 9):
-        with suppress(ValueError):
-            moment = datetime.combine(date(next_year, month, day), clock, tzinfo=now.tzinfo)
-            if moment > now:
-                return moment
-    raise ValueError(f"{month}/{day} does not come within eight years")
 
 
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")

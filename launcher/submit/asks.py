@@ -1,22 +1,20 @@
 """Who asks the cluster for what, and under which key of the configuration each value stands.
 
-groups, elastic parts, launch --asks_of--> [Ask] --check_values--> times fit the clock and the signal before the end,
+groups, elastic parts, launch --asks_of--> [Ask] --check_values--> time limits fit the signal before the end,
                                                                   nodes are not excluded
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
 
 from corral.experiments.errors import ConfigError, ConfigProblem, ConfigSource, KeyPath
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.planner import SUPERVISED, asked_for
 from corral.launcher.slurm.parse import Node
 from corral.launcher.submit.cluster import ClusterFacts, counted, hosts, most_common_shape
-from corral.launcher.terminal import format_duration
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import ALLOCATION_FIELDS, Scheduling
-from corral.scheduling.slurm_formats import format_time_limit, parse_point_in_time, parse_time_limit
+from corral.scheduling.slurm_formats import format_time_limit, parse_time_limit
 
 _SIGNAL_EARLY_S = 30  # slurmctld looks at time limits this often, and sends what is due before its next look
 
@@ -67,17 +65,13 @@ def _ask(plan: RunPlan, who: str, task: Scheduling, path: KeyPath, *, is_signall
     return Ask(who=who, task=task, path=path, values=values, path_by_field=path_by_field, is_signalled=is_signalled)
 
 
-def check_values(asks: Sequence[Ask], plan: RunPlan, source: ConfigSource, *, now: datetime) -> None:
-    """Values against each other and the clock.
+def check_values(asks: Sequence[Ask], plan: RunPlan, source: ConfigSource) -> None:
+    """Values against each other.
 
     Raises:
         ConfigError: if no cluster could do what is asked for.
     """
-    problems = [
-        problem
-        for ask in asks
-        for problem in (*_signal_problems(ask, plan, source), *_time_problems(ask, now), *_node_problems(ask))
-    ]
+    problems = [problem for ask in asks for problem in (*_signal_problems(ask, plan, source), *_node_problems(ask))]
     raise_problems(ConfigError, problems)
 
 
@@ -115,32 +109,6 @@ def _node_problems(ask: Ask) -> Iterator[ConfigProblem]:
     if both := [host for host in hosts(ask.values, "nodelist") if host in unwanted]:
         yield ask.problem(
             "exclude", f"{', '.join(both)} is in nodelist and in exclude", hint="remove it from one of them"
-        )
-
-
-def _time_problems(ask: Ask, now: datetime) -> Iterator[ConfigProblem]:
-    deadline = ask.values.get("deadline")
-    if deadline is None:
-        return
-    end = parse_point_in_time(deadline, now=now)
-    begin = max(now, parse_point_in_time(ask.values.get("begin", "now"), now=now))
-    limit = ask.values.get("time_limit")
-    if end <= now:
-        ago = format_duration((now - end).total_seconds())
-        yield ask.problem("deadline", f"the deadline is {ago} ago", hint="write a time to come, such as now+2days")
-    elif end <= begin:
-        yield ask.problem(
-            "deadline",
-            f"the deadline ({end:%Y-%m-%d %H:%M}) comes before the begin ({begin:%Y-%m-%d %H:%M})",
-            hint="begin earlier, or move the deadline",
-        )
-    elif limit is not None and begin + timedelta(seconds=parse_time_limit(limit)) > end:
-        room = format_time_limit(int((end - begin).total_seconds()) or 1)
-        yield ask.problem(
-            "time_limit",
-            f"a run of {format_time_limit(parse_time_limit(limit))} cannot end before the deadline "
-            f"({end:%Y-%m-%d %H:%M}): there are {room} until then",
-            hint=f"set time_limit to at most '{room}', or move the deadline",
         )
 
 

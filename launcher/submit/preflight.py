@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, KeyPath, UnsatisfiableError
@@ -77,7 +76,7 @@ def check_on_slurm(
     checks = _Checks(
         plan=plan, directory=directory, source=source, client=SlurmClient(), asks=asks_of(plan, source), warnings=[]
     )
-    check_values(checks.asks, plan, source, now=datetime.now())
+    check_values(checks.asks, plan, source)
     if local := node_local_warning(directory.path):
         checks.warnings.append(local)
     facts = checks.read(has_checks=has_checks)
@@ -229,7 +228,8 @@ _FIELD_BY_COMPLAINT: Mapping[Complaint, str] = {
     Complaint.FEATURE: "constraint",
     Complaint.NODE_NAMES: "nodelist",
     Complaint.TIME_LIMIT: "time_limit",
-    Complaint.TIME: "begin",
+    Complaint.BEGIN: "begin",
+    Complaint.DEADLINE: "deadline",
     Complaint.PARTITION: "partition",
 }
 _LIMIT_HINT = (

@@ -1,7 +1,5 @@
 """SLURM's text forms: what is accepted means what SLURM means, and nothing else gets through."""
 
-from datetime import datetime, timedelta
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +10,8 @@ from corral.scheduling.slurm_formats import (
     check_plain_text,
     format_time_limit,
     parse_memory_mb,
-    parse_point_in_time,
     parse_time_limit,
 )
-
-NOON = datetime(2026, 3, 10, 12, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -84,40 +79,6 @@ def test_other_memory_sizes_are_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "16:00", "4:30 PM", "23:59:59", "2026-01-31", "2026-01-31T08:00", "2026-01-31T08:00:30", "01/31", "01/31/27",
-        "0131", "013127", "01/31-08:00", "01.31.27", "02/29", "now", "now+2hours", "now+60", "now+1day", "noon",
-        "tomorrow",
-    ],
-)  # fmt: skip
-def test_points_in_time_that_slurm_knows_are_accepted(text: str) -> None:
-    parse_point_in_time(text, now=NOON)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "25:00",
-        "13:00 PM",
-        "2026-13-01",
-        "2026-02-30",
-        "02/30",
-        "02/29/27",
-        "12:61",
-        "now-1hour",
-        "soon",
-        "",
-        "now+1 hour",
-        "noon\n",
-    ],
-)
-def test_points_in_time_that_do_not_exist_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="time"):
-        parse_point_in_time(text, now=NOON)
-
-
-@pytest.mark.parametrize(
     ("argument", "remedy"),
     [
         ("--job-name=x", "experiment and trial names"),
@@ -178,43 +139,3 @@ def test_environment_names_that_no_shell_exports_are_refused(name: str) -> None:
 def test_environment_names_that_steer_slurm_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match="SLURM's commands"):
         check_environment_name(name)
-
-
-@pytest.mark.parametrize(
-    ("text", "moment"),
-    [
-        ("now", "2026-03-10T12:00:00"),
-        ("now+90", "2026-03-10T12:01:30"),
-        ("now+2hours", "2026-03-10T14:00:00"),
-        ("now+1week", "2026-03-17T12:00:00"),
-        ("13:30", "2026-03-10T13:30:00"),
-        ("11:30", "2026-03-11T11:30:00"),
-        ("11:30 PM", "2026-03-10T23:30:00"),
-        ("12:15AM", "2026-03-11T00:15:00"),
-        ("midnight", "2026-03-11T00:00:00"),
-        ("noon", "2026-03-11T12:00:00"),
-        ("teatime", "2026-03-10T16:00:00"),
-        ("2024-01-31", "2024-01-31T00:00:00"),
-        ("2026-12-31T08:00", "2026-12-31T08:00:00"),
-        ("03/09", "2027-03-09T00:00:00"),
-        ("03/11", "2026-03-11T00:00:00"),
-        ("03/09/26-09:00", "2026-03-09T09:00:00"),
-        ("02/29", "2028-02-29T00:00:00"),
-    ],
-)
-def test_a_point_in_time_is_the_moment_that_slurm_takes_it_for(text: str, moment: str) -> None:
-    assert parse_point_in_time(text, now=NOON) == datetime.fromisoformat(moment)
-
-
-@given(st.times(), st.datetimes(min_value=datetime(2000, 1, 1), max_value=datetime(2090, 1, 1)))
-def test_a_clock_without_a_date_is_the_next_time_that_it_shows_it(clock: object, now: datetime) -> None:
-    moment = parse_point_in_time(f"{clock:%H:%M:%S}", now=now)
-    assert now < moment <= now + timedelta(days=1)
-
-
-@given(st.text(max_size=30), st.sampled_from(["now+", "12:", "2026-01-", "01/02", ""]))
-def test_what_is_no_point_in_time_is_refused_and_nothing_else_happens(text: str, start: str) -> None:
-    try:
-        parse_point_in_time(start + text, now=NOON)
-    except ValueError as error:
-        assert "SLURM" in str(error) or "does not" in str(error)

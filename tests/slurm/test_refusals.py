@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -353,10 +352,3 @@ def test_a_partition_may_be_closed_to_an_account(experiment: Path, cluster: Clus
             _prepare(experiment, "launch.partition=spot", "launch.account=phisics")
     finally:
         cluster.run("scontrol", "update", "partitionname=spot", "allowaccounts=ALL")
-
-
-def test_the_clock_is_asked_before_the_cluster(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    past = datetime.now().replace(year=2001, month=1, day=1).strftime("%Y-%m-%dT%H:%M:%S")
-    with pytest.raises(ConfigError, match="the deadline is"):
-        _prepare(experiment, f"launch.deadline={past}")
