@@ -75,7 +75,7 @@ demo: setup  ## train a tiny language model to add: SFT, then asynchronous GRPO,
 	@BIN="$(BIN)" sh experiments/recipes/demo.sh
 
 recipes: setup environments $(RECIPES_NEED_$(BACKEND))  ## train every recipe on this machine, and say in one table whether each moves what it should
-	@$(BIN)/python -m corral.experiments.recipes.run_all --backend $(BACKEND) $(RECIPES)
+	@$(BIN)/python benchmarks/run_recipes.py --backend $(BACKEND) $(RECIPES)
 
 quantized: setup  ## train with makers that round their weights beside makers that do not: half an hour
 	$(BIN)/python benchmarks/quantized_makers.py

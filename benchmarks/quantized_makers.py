@@ -26,8 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.run_recipes import all_recipes, make_data, read_values, train  # noqa: E402
 from corral.experiments.config.algorithm import PPOConfig  # noqa: E402
-from corral.experiments.recipes.run_all import all_recipes, make_data, read_values, train  # noqa: E402
 from corral.workers.algorithms.functional.token_losses import TokenLosses  # noqa: E402
 from corral.workers.backends.micro_batches import MicroBatch  # noqa: E402
 from corral.workers.backends.token_scores import TokenScores  # noqa: E402

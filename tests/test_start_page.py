@@ -5,7 +5,7 @@ import runpy
 from pathlib import Path
 from types import ModuleType
 
-from corral.experiments.recipes.run_all import all_recipes
+from benchmarks.run_recipes import all_recipes
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "start.md").read_text()

@@ -70,7 +70,7 @@ def steps(*, device: str, sizes: Sequence[str], visible: Sequence[str], fileroot
         Step(
             name="trial",
             shows="the arithmetic trial: SFT, then asynchronous GRPO",
-            command=[sys.executable, "-m", "corral.experiments.recipes.run_all", "arithmetic_grpo"]
+            command=[sys.executable, "benchmarks/run_recipes.py", "arithmetic_grpo"]
             + ["--fileroot", fileroot, *(["--gpu"] if has_gpu else [])],
             environment=pair,
         ),

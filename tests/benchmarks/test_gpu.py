@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from benchmarks.gpu import __main__ as driver
 from benchmarks.gpu.report import MAX_LINES, Result, render
 from benchmarks.gpu.steps import Step, steps
-from corral.experiments.recipes.run_all import all_recipes, gpu_settings
+from benchmarks.run_recipes import all_recipes, gpu_settings
 
 ROOT = Path(__file__).parents[2]
 

@@ -75,7 +75,6 @@ def test_every_program_is_tried_that_a_process_of_corral_starts() -> None:
     }
     of_people = {
         "corral.experiments.recipes.ask_calculator",
-        "corral.experiments.recipes.run_all",
         "corral.workers.algorithms.check",
         "corral.workers.master.audit",
     }

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import quantized_makers
-from corral.experiments.async_ppo import AsyncPPOExperiment
-from corral.experiments.experiment import Experiment
-from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
-from corral.experiments.recipes.run_all import (
+from benchmarks.run_recipes import (
     MADE,
     PROMISES,
     UNTRAINED,
@@ -27,6 +24,9 @@ from corral.experiments.recipes.run_all import (
     render,
     with_needs,
 )
+from corral.experiments.async_ppo import AsyncPPOExperiment
+from corral.experiments.experiment import Experiment
+from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import EXPERIMENTS, load_experiment
 from corral.scheduling.placement import NodeShape, place
 from tests.configuration_reference import configuration_reference

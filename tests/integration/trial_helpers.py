@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from corral.experiments.recipes.run_all import example_paths, kind_of
+from benchmarks.run_recipes import example_paths, kind_of
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.launcher.status.reader import StatusReader
