@@ -20,7 +20,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -105,6 +105,8 @@ class RolloutWorker(Worker):
         """Why there was no other prompt when the manager spoke last."""
         self._no_server = ""
         """Why no server may answer, as the manager said last."""
+        self._has_reported = asyncio.Event()
+        """No report is on its way: what one says to be here has not ended for the manager before it is taken in."""
         self._verdicts: asyncio.Queue[tuple[str, Outcome]] = asyncio.Queue()
         self._servers = context.workers("generation_server")
         self._server_by_url: dict[str, str] = {}
@@ -114,6 +116,7 @@ class RolloutWorker(Worker):
         run_async(self._main(), self.context.stopping)
 
     async def _main(self) -> None:
+        self._has_reported.set()
         async with AsyncExitStack() as stack:
             await self._set_up(stack)
             async with asyncio.TaskGroup() as tasks:
@@ -253,8 +256,9 @@ class RolloutWorker(Worker):
 
     async def _report(self) -> None:
         """Tell a manager that may know nothing of us what we run and what we have finished."""
+        self._has_reported.clear()
         await self._tell_manager(
-            Report(
+            lambda: Report(
                 worker=self.context.worker_id,
                 incarnation=self.context.incarnation,
                 running=list(self._running.values()),
@@ -262,6 +266,7 @@ class RolloutWorker(Worker):
                 dropped=list(self._sender.orders("dropped")),
             )
         )
+        self._has_reported.set()
 
     async def _roll_out(self, prompt: Admitted, tries: int) -> None:
         """One group, from admission to the spool."""
@@ -294,7 +299,7 @@ class RolloutWorker(Worker):
         """One held-out problem, until the manager has heard what came out of it: till then it is said to be here."""
         answered = await self._held_out.answer(problem)
         self.context.presence.beat()
-        await self._tell_manager(answered)
+        await self._tell_manager(lambda: answered)
         del self._answering[problem.uid]
         self._show()
 
@@ -308,7 +313,9 @@ class RolloutWorker(Worker):
         self._running.pop(uid, None)
         self._routing.pop(uid, None)
         self._show()
-        await self._tell_manager(Finish(worker=self.context.worker_id, uid=uid, order=order, outcome=outcome))
+        await self._has_reported.wait()
+        end = Finish(worker=self.context.worker_id, uid=uid, order=order, outcome=outcome)
+        await self._tell_manager(lambda: end)
 
     async def _route(self, uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
         asked = time.monotonic()
@@ -384,11 +391,11 @@ class RolloutWorker(Worker):
 
     # Helpers
 
-    async def _tell_manager(self, news: Finish | Report | Answered) -> None:
-        """Until it has heard it, however long it is away."""
+    async def _tell_manager(self, news: Callable[[], Finish | Report | Answered]) -> None:
+        """Until it has heard it, however long it is away; each time what `news` is then."""
         while True:
             try:
-                await self._ask_manager(news)
+                await self._ask_manager(news())
             except StreamTimeoutError as error:
                 logger.warning("%s; it is told again", error)
             else:

@@ -1,5 +1,6 @@
 """The rollout worker among real parts: whatever user code does, no prompt waits for ever, nothing ends in silence."""
 
+import asyncio
 import errno
 import os
 import threading
@@ -14,6 +15,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.checkpoint.committed_ledger import LedgerNews
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.delivery.messages import VerdictKind
@@ -242,6 +244,33 @@ def test_a_record_that_is_rejected_is_made_again(tmp_path: Path, verdict: Verdic
         assert sorted(rig.server.seeds[4:]) == sorted(AnswerSeeds(rig.plan.seed, uid, 0, tries).of_group(2)), (
             "for the same step"
         )
+
+
+def test_a_record_that_is_rejected_while_its_report_is_on_its_way_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RolloutRig(tmp_path, ["1+1=", "2+2="], rollout={}) as rig:
+        rig.publish("0.1")
+        look, is_reported, is_rejected = rig.manager._committed.look, threading.Event(), threading.Event()
+
+        async def look_slowly() -> LedgerNews:
+            if rig.manager._admission.waiting_for() == "reports" and not is_rejected.is_set():
+                is_reported.set()
+                await asyncio.to_thread(is_rejected.wait, 60.0)
+                await asyncio.sleep(0.5)  # what the worker says of the rejection comes now, if it is said too early
+            return await look()
+
+        def has_third_record() -> bool:
+            names = [header.uid for header in rig.received]
+            if len(names) == 2 and rig.manager._admission._version == PolicyVersion(0, 1):
+                monkeypatch.setattr(rig.manager._committed, "look", look_slowly)
+                rig.publish("1.0")
+            if is_reported.is_set() and not is_rejected.is_set():
+                rig.receiver.verdict(names[0], "stale")
+                is_rejected.set()
+            return len(names) == 3
+
+        rig.run_until(has_third_record, "the third record")
 
 
 def test_an_answer_of_the_row_stands_in_the_group_for_one_that_is_made(tmp_path: Path) -> None:
