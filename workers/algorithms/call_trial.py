@@ -6,6 +6,7 @@
 An interface, a loss or an advantage of the user's own finds what the trial would give it, and nothing else.
 """
 
+import traceback
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from corral.experiments.worker_specs import Head
 from corral.scheduling.keys import EPISODES, merge_keys
 from corral.scheduling.model_function_call import CallType
 from corral.scheduling.packing import MicroBatchSpec
+from corral.workers.algorithms.advantage import AdvantageEstimator
 from corral.workers.algorithms.base import check_call
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
+from corral.workers.algorithms.policy_loss import PolicyLoss
 from corral.workers.backends.base import LOSS_MASK
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
@@ -71,6 +74,14 @@ def try_call(question: CallQuestion) -> None:
             if name not in made:
                 raise CallTrialError(f"inference made {', '.join(made) or 'nothing'}, and not {name}, as it declares")
             sample.with_key(declared[name], made[name])
+
+
+def blamed(question: CallQuestion, error: BaseException) -> str:
+    """Of functions of the user's that are called together, the import path of the one that an error came out of."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    wrapped = {AdvantageEstimator.__call__.__code__: "advantage", PolicyLoss.__call__.__code__: "loss"}
+    paths = [str(getattr(question.ppo, wrapped[code])) for code in codes if code in wrapped]
+    return next((path for path in reversed(paths) if ":" in path), question.import_path)
 
 
 def _sample(question: CallQuestion) -> SequenceSample:

@@ -11,9 +11,8 @@ a trial; torch is imported only where the user's modules do, or an interface is 
 
 import os
 import sys
-import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
@@ -29,7 +28,7 @@ from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.blame import describe_error, watched
 from corral.workers.user_code.files import UsedFiles
 from corral.workers.user_code.loading import NoSuchNameError, configured, load_callable
-from corral.workers.user_code.trials import UnfitError, UntriedError, check_agent, fails_on, try_reward
+from corral.workers.user_code.trials import UnfitError, UntriedError, cause_of, check_agent, fails_on, try_reward
 from corral.workers.user_code.weigh_prompts import TRIED_ON, weights_of
 
 _ONE_IF_RIGHT = tuple(f"corral.workers.rewards:{name}" for name in ("exact_match", "math", "multiple_choice", "Format"))
@@ -48,7 +47,6 @@ class _Look:
         """By place of the row, name of the part, and answer."""
         self._declared: dict[str, Declared] = {}
         self._sandboxed: tuple[str, ...] = ()
-        self._path_by_code: dict[Any, str] = {}
         self._used = UsedFiles(question.roots)
 
     def run(self) -> None:
@@ -56,7 +54,6 @@ class _Look:
         question = self._question
         with self._deadline("importing it", question.import_timeout_s, question.import_paths[0]):
             loaded = {path: found for path in question.import_paths if (found := self._load(path)) is not None}
-        self._path_by_code = {getattr(found, "__code__", None): path for path, found in loaded.items()}
         for path, found in loaded.items() if question.interfaces is not None else ():
             self._try(path, partial(self._note_keys, path, found))
         has_sandbox = not question.tries_sandbox or self._try_sandbox(loaded)
@@ -70,7 +67,8 @@ class _Look:
                 self._try(part.function, partial(self._try_reward, name, loaded[part.function]))
         for call in question.calls if not self._problems else ():
             with self._deadline("one call with it", question.import_timeout_s, call.import_path):
-                self._try(call.import_path, partial(_algorithms().try_call, call))
+                algorithms = _algorithms()
+                self._try(call.import_path, partial(algorithms.try_call, call), partial(algorithms.blamed, call))
         self._note_doubts()
         self._write()
 
@@ -148,17 +146,12 @@ class _Look:
             self._note(import_path, f"cannot be imported: {describe_error(error)}", kind, hint)
             return None
 
-    def _try(self, import_path: str | None, call: Any) -> None:
+    def _try(self, import_path: str | None, call: Any, blamed: Callable[[BaseException], str] | None = None) -> None:
         try:
             call()
         except BaseException as error:
-            is_told = isinstance(error, UnfitError | UntriedError)
             kind = "untried" if isinstance(error, UntriedError) else "code"
-            codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-            # Of functions that are called together, the one that the error came through last.
-            blamed = [self._path_by_code[code] for code in codes if code in self._path_by_code]
-            path = blamed[-1] if blamed else str(import_path)
-            self._note(path, str(error) if is_told else describe_error(error), kind)
+            self._note(blamed(error) if blamed else str(import_path), cause_of(error), kind)
 
     def _note(self, import_path: str, message: str, kind: Any = "code", hint: str = "") -> None:
         self._problems.append(Problem(import_path=import_path, message=message, kind=kind, hint=hint))

@@ -29,7 +29,9 @@ def use_kept_code(folder: Path, digests: Mapping[str, str]) -> None:
         return
     for name, digest in digests.items():
         path = folder / name
-        if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        if not path.is_file():
+            raise ChangedCodeError(f"{path}, code that the trial was started with, is gone; put the file back")
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             raise ChangedCodeError(
                 f"{path} is not what the trial was started with; stop the trial, and rl-submit --resume tries the code "
                 "as it is now and goes on with it"

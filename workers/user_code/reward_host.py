@@ -32,7 +32,7 @@ from corral.workers.sandbox.availability import why_no_sandbox
 from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.blame import describe_error, standing_in, users_traceback, watched
 from corral.workers.user_code.loading import configured, load_callable
-from corral.workers.user_code.trials import Judged, Takes, as_taken, checked_rewards, is_async, what_it_takes
+from corral.workers.user_code.trials import Judged, Takes, as_taken, cause_of, checked_rewards, is_async, what_it_takes
 
 _LONGEST_CAUSE = 8192  # characters: a word of the host is one packet
 _BLOCKED_AFTER_S = 0.5  # beyond its deadline: what awaits is cancelled at it, so what is left blocks its loop
@@ -244,7 +244,7 @@ def _late(call: Call) -> str:
 
 def _failed(error: BaseException) -> Outcome:
     ends_trial = isinstance(error, StopTrialError)
-    return Outcome(cause=describe_error(error), traceback=users_traceback(error), ends_trial=ends_trial)
+    return Outcome(cause=cause_of(error), traceback=users_traceback(error), ends_trial=ends_trial)
 
 
 def _reply(connection: socket.socket, outcome: Outcome) -> None:

@@ -43,6 +43,11 @@ class UntriedError(AttributeError):
     """A function asks for what only a trial has, so that nothing more can be said of it before there is one."""
 
 
+def cause_of(error: BaseException) -> str:
+    """What is wrong, and in which line of the user's."""
+    return str(error) if isinstance(error, UnfitError | UntriedError) else describe_error(error)
+
+
 def checked_reward(value: Any) -> float:
     """A value as a reward; ValueError if no training step could use it."""
     reward = float(value)
@@ -72,18 +77,26 @@ def checked_rewards(
     reward: Callable[..., Any], value: Any, num_answers: int, *, is_weighed: bool = True
 ) -> list[Judged]:
     """What a reward returned, one for each answer: a number, or a pair of it and numbers by name, or text by the name
-    `said`; TypeError or ValueError if it is not.
+    `said`; UnfitError if it is not.
 
     Args:
         is_weighed: whether something is trained on the number; that of a part without weight need not be finite.
     """
-    values: Iterable[Any] = [value] if what_it_takes(reward) == "answer" else value
+    is_of_groups = what_it_takes(reward) != "answer"
     number_of = checked_reward if is_weighed else side_number
-    pairs = [one if isinstance(one, tuple) and len(one) == 2 else (one, {}) for one in values]
-    rewards = [_judged(number_of(one), statistics) for one, statistics in pairs]
-    if len(rewards) != num_answers:
-        raise ValueError(f"a reward of groups returns one number for each answer, got {len(rewards)} for {num_answers}")
-    return rewards
+    rule = "a reward is a finite float32 number, or a pair of it and other numbers by name"
+    try:
+        values: Iterable[Any] = value if is_of_groups else [value]
+        pairs = [one if isinstance(one, tuple) and len(one) == 2 else (one, {}) for one in values]
+        rewards = [_judged(number_of(one), statistics) for one, statistics in pairs]
+        if len(rewards) == num_answers:
+            return rewards
+        rule = f"a reward of groups returns one number for each answer, got {len(rewards)} for {num_answers}"
+    except (AttributeError, TypeError, ValueError) as error:
+        rule = str(error) if is_of_groups else rule
+    # The type of what is no number: prompts that were dropped are counted by these words.
+    shown = repr(value) if value is None or isinstance(value, int | float) else f"a {type(value).__name__}"
+    raise UnfitError(f"{_where(reward)}: {_name(reward)} returned {shown}, and {rule}")
 
 
 def _judged(reward: float, statistics: Any) -> Judged:
@@ -137,9 +150,8 @@ def try_reward(
         try:
             rewards = checked_rewards(reward, value, len(group), is_weighed=is_weighed)
             judged |= {answer: one.reward for answer, one in zip(group, rewards, strict=True)}
-        except (AttributeError, TypeError, ValueError) as error:
-            rule = f"{error}" if is_of_groups else "a reward is a finite number"
-            causes.append(f"{_where(reward)}: {_name(reward)} returned {value!r:.100}, and {rule}")
+        except UnfitError as error:
+            causes.append(str(error))
     if not judged:
         tried = " and ".join(f"{answer!r:.40}" for answer in dict.fromkeys([*row.right[:1], *row.others]))
         raise UnfitError(f"it judged no answer to {row.place}, tried with {tried}: {causes[0]}")
@@ -155,7 +167,7 @@ def fails_on(reward: Callable[..., Any], row: TriedRow, *, timeout_s: float) -> 
         try:
             checked_rewards(reward, reward(row.problem, answer), 1)
         except Exception as error:
-            return f"fails on an answer such as {answer!r:.40}, whose prompt is then dropped: {describe_error(error)}"
+            return f"fails on an answer such as {answer!r:.40}, whose prompt is then dropped: {cause_of(error)}"
     return ""
 
 

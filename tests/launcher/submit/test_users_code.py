@@ -1,6 +1,7 @@
 """A user's own code at submission: imported and tried in a process of its own, then kept with the trial."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ REWARDS = {
     ),
     "group": (
         "def score(problem, answers):\n    return [1.0]\n",
-        "group.py:1: score returned [1.0], and a reward of groups returns one number for each answer",
+        "group.py:1: score returned a list, and a reward of groups returns one number for each answer",
     ),
     "nothing": ("def score(problem, answer):\n    pass\n", "nothing.py:1: score returned None"),
     "renamed": (GOOD.replace("score", "scored"), "renamed.py has no callable 'score'"),
@@ -153,6 +154,38 @@ def test_settings_of_a_loss_of_ones_own_are_those_of_its_class(submit: Submit) -
     assert [role.ppo.loss_settings for role in plan.roles.values() if role.ppo] == [{"scale": 0.5}]
     with pytest.raises(ConfigError, match="ppo.loss: .*loss_settings: scal: Extra inputs .*; Score has scale"):
         submit("ppo.loss=own:Score", "ppo.loss_settings.scal=0.5")
+
+
+BOTH = """
+from corral.workers.algorithms.advantage import AdvantageEstimator
+
+
+class Mine(FrozenConfig):
+    def __call__(self, batch, config):
+        {body}
+
+
+def function(batch, config):
+    {body}
+
+
+wrapped = AdvantageEstimator(function)
+"""
+ADVANTAGES = (
+    ("function", "return {'advantages': batch.rewards}", "AttributeError: 'AdvantageBatch' object has no .*own.py:20"),
+    ("Mine", "return {'advantages': batch.rewards}", "AttributeError: 'AdvantageBatch' object has no .*own.py:16"),
+    ("wrapped", "return {}", "an advantage estimator must return ..advantages.., and returned"),
+)
+
+
+@pytest.mark.parametrize(("name", "body", "message"), ADVANTAGES)
+def test_an_error_of_an_advantage_is_told_under_its_own_key_beside_a_loss_of_ones_own(
+    submit: Submit, name: str, body: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        submit("ppo.loss=own:Score", f"ppo.advantage=own:{name}", own=CLASS + BOTH.format(body=body))
+    (problem,) = raised.value.problems
+    assert problem.path == ("ppo", "advantage") and re.search(message, problem.message), problem
 
 
 REWARD = """\
