@@ -14,12 +14,21 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from pydantic import Field
 
-from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.base import FrozenConfig, parts_of
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, SupervisionConfig
+from corral.experiments.config.model import ModelConfig
 from corral.experiments.config.timeline import TimelineConfig
 from corral.experiments.config.tracking import TrackingConfig
+from corral.experiments.errors import ChangedInputError
+from corral.experiments.inputs.model_directory import read_config
 from corral.experiments.trial.mode import Mode
-from corral.experiments.worker_specs import MasterWorkerSpec, ModelRoleSpec, ModelWorkerSpec, WorkerSpec
+from corral.experiments.worker_specs import (
+    GenerationServerSpec,
+    MasterWorkerSpec,
+    ModelRoleSpec,
+    ModelWorkerSpec,
+    WorkerSpec,
+)
 from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.worker_information import NUMBERS, fold_numbers, unfold_numbers
@@ -196,3 +205,15 @@ def make_run_plan(experiment: "Experiment", trial_identity: TrialIdentity, mode:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_models(specifications: object) -> None:
+    """Raises ChangedInputError if a model that these specifications begin with is not there any more."""
+    paths = [model.path for model in parts_of(specifications, ModelConfig)]
+    paths += [server.initial_weights for server in parts_of(specifications, GenerationServerSpec)]
+    for path in dict.fromkeys(paths):
+        if read_config(path) is None:
+            raise ChangedInputError(
+                f"model {path} cannot be read any more: it has no config.json; put the old folder back, or submit a "
+                "new trial"
+            )

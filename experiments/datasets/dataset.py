@@ -127,8 +127,8 @@ class Dataset(Mapping[str, DatasetRow]):
                 ) from error
             if digest != one.sha256:
                 raise ChangedInputError(
-                    f"dataset {name_of(config)} has changed since the trial was submitted (sha256 {digest}, "
-                    f"plan {one.sha256}); put the old file back, or submit a new trial"
+                    f"dataset {name_of(config)} has changed since the trial was submitted (sha256 {digest[:12]}, "
+                    f"plan {one.sha256[:12]}); put the old file back, or submit a new trial"
                 )
             left_out = frozenset(number - 1 for number in unfold_numbers(one.too_long))
             opened.append(Source(name, config, spec.row_kind, one.files, open_rows(one.files), digest, left_out))

@@ -122,6 +122,9 @@ class StatusReader:
         is_forgotten = is_in_jobs and job is None and is_recent and own_job_id
         # After Redis, which is taken down last: if it has just gone, the log already says why.
         log_state, log_damage = _read_log(opened)
+        planned = opened.facts.planned_path
+        has_moved = bool(is_supervised) and planned is not None and not planned.exists()
+        moved = f"its folder was moved from {planned}, where its workers look for it; move it back" if has_moved else ""
         return replace(
             seen,
             now=now,
@@ -138,7 +141,7 @@ class StatusReader:
             groups_kept_down=directory.read_groups_kept_down(),
             zombies=_zombies(jobs, seen),
             failure=_read_failure(opened) if job is not None and job.state == "FAILED" else None,
-            damage=(opened.attempt.damage if opened.attempt else "", log_damage, why_no_room(directory.path)),
+            damage=(opened.attempt.damage if opened.attempt else "", log_damage, why_no_room(directory.path), moved),
         )
 
 

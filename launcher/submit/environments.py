@@ -7,21 +7,15 @@ resume ──changed_environment──► what is installed now, beside what the
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
 
-from pydantic import BaseModel
-
-from corral.experiments.config.model import ModelConfig
+from corral.experiments.config.base import parts_of
 from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.errors import ConfigError, ConfigProblem, split_remedy
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.environment_tasks import find_environment
-from corral.experiments.inputs.model_directory import read_config
-from corral.experiments.plan import RunPlan
+from corral.experiments.plan import RunPlan, check_models
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.worker_specs import DatasetSpec, RolloutWorkerSpec
-
-T = TypeVar("T")
 
 
 def listed_rows(experiment: Experiment, directory: TrialDirectory) -> Mapping[Path, bytes]:
@@ -47,33 +41,18 @@ def check_inputs(plan: RunPlan) -> None:
         ConfigError: with the words of the workers.
     """
     problems = []
-    specs = {str(spec.sources): spec for worker in plan.workers for spec in _parts(worker, DatasetSpec)}
+    specs = {str(spec.sources): spec for spec in parts_of(plan.workers, DatasetSpec)}
     for spec in specs.values():
         try:
             Dataset.planned(spec)
         except (OSError, ValueError) as error:
             problems.append(ConfigProblem(*split_remedy(str(error))))
-    for directory in dict.fromkeys(model.path for worker in plan.workers for model in _parts(worker, ModelConfig)):
-        if read_config(directory) is None:
-            hint = "put the old folder back, or submit a new trial"
-            problems.append(ConfigProblem(f"model {directory} cannot be read any more: it has no config.json", hint))
+    try:
+        check_models(plan.workers)
+    except ValueError as error:
+        problems.append(ConfigProblem(*split_remedy(str(error))))
     if problems:
         raise ConfigError(problems)
-
-
-def _parts(value: object, kind: type[T]) -> Iterator[T]:
-    """What there is of a kind in a specification."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from _parts(getattr(value, name), kind)
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _parts(one, kind)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _parts(one, kind)
 
 
 def changed_environment(plan: RunPlan) -> tuple[str, ...]:

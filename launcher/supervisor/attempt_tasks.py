@@ -190,7 +190,13 @@ class AttemptTasks:
 
     def _require_files(self, log_path: Path) -> None:
         """Raises OSError unless the log can be appended to: a start that hung there would hang the supervisor."""
-        self.files.run(lambda: log_path.open("ab").close(), log_path)
+
+        def append() -> None:
+            if not log_path.parent.exists() and self.directory.path.exists():  # somebody has tidied up
+                self.directory.start_attempt_logs(self.attempt.attempt)
+            log_path.open("ab").close()
+
+        self.files.run(append, log_path)
 
     def _not_started(self, event: str, task: str, error: Exception) -> None:
         kind = ExitKind.OWN

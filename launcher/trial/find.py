@@ -43,6 +43,8 @@ class TrialFacts:
     setup_timeout_s: float
     stop_grace_s: float
     healthy_after_s: float
+    planned_path: Path | None = None
+    """Where its folder was when it was submitted, and where its workers look for it."""
     trackers: tuple[str, ...] = ()
     """What its numbers go to, which the supervisor calls tracker/0, tracker/1, ..."""
 
@@ -134,6 +136,7 @@ def load_facts(directory: TrialDirectory) -> TrialFacts | None:
             setup_timeout_s=float(plan["supervision"]["setup_timeout_s"]),
             stop_grace_s=float(plan["supervision"]["stop_grace_s"]),
             healthy_after_s=float(plan["supervision"]["healthy_after_s"]),
+            planned_path=Path(plan["trial"]["directory"]),
             trackers=tuple(plan.get("tracking", {}).get("to", ())),
         )
     except (ValueError, KeyError, TypeError) as error:

@@ -133,6 +133,7 @@ class CheckpointWriter:
         self.relative_path: Final = trial_directory.relative(self.path)
         """What the commit entry names."""
         self._files: dict[str, FileEntry] = {}
+        self.path.parent.mkdir(mode=0o700, exist_ok=True)  # where somebody removed it, a running trial goes on
         self.path.mkdir(mode=0o700)
 
     def folder(self, name: str) -> Path:
@@ -203,10 +204,10 @@ def last_valid_commit(
             logger.error("continuing from step %d instead", logged.commit.step)
         return RecoveryPoint(slot=logged.slot, commit=logged.commit, rejected=rejected)
     if rejected:
-        reasons = "".join(f"\n  step {step}: {reason}" for step, reason in rejected.items())
+        step, reason = next(iter(rejected.items()))
         raise NoValidCheckpointError(
-            f"none of the {len(log_state.lineage)} newest commits of {trial_directory.path} can be loaded; restore one "
-            f"of these from a backup, or start a new trial:{reasons}"
+            f"none of the {len(log_state.lineage)} newest commits of {trial_directory.path} can be loaded "
+            f"(step {step}: {reason}); restore it from a backup, or start a new trial; the log names each"
         )
     return RecoveryPoint()
 

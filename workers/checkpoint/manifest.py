@@ -113,7 +113,7 @@ def read_manifest(directory: Path, digest: str | None) -> Manifest:
         data = _patiently(path.read_bytes)
     except OSError as error:
         raise CorruptCheckpointError(
-            f"{path} cannot be read ({error}); the directory was never finished, or lost it"
+            f"{path} cannot be read ({error.strerror}): the directory was never finished, or lost it"
         ) from error
     actual = digest_of(data)
     if digest is not None and actual != digest:

@@ -32,7 +32,7 @@ from pydantic import BaseModel
 
 from corral.experiments.errors import ChangedInputError
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.plan import RunPlan
+from corral.experiments.plan import RunPlan, check_models
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
@@ -136,12 +136,14 @@ class WorkerContext:
 
         Raises:
             BadConfigurationError: if the plan describes another kind of worker under its name.
+            ChangedInputError: if a model that it names is not there any more.
         """
         spec = self.plan.worker(self.kind, self.index)
         if not isinstance(spec, wanted):
             raise BadConfigurationError(
                 f"the plan's {self.worker_id} is a {type(spec).__name__}, not a {wanted.__name__}"
             )
+        check_models(spec)
         return spec
 
     def check_gpus(self, visible: int) -> int:
@@ -333,6 +335,11 @@ def run_to_exit_code(make: Callable[[WorkerContext], Worker], context: WorkerCon
         if (damage := next((cause for cause in causes if isinstance(cause, CorruptLogError)), None)) is not None:
             logger.error("%s cannot go on: %s", worker_id, damage)
             exit_code, cause = WorkerExit.CANNOT_CONTINUE, str(damage)
+        elif told := next((said for cause in causes if (said := _refused_file(cause))), ""):
+            frames = traceback.extract_tb(error.__traceback__)[::-1]
+            places = ", called by ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in frames)
+            logger.error("at %s\n%s failed: %s", places, worker_id, told)
+            exit_code, cause = WorkerExit.ERROR, told
         else:
             logger.error("%s failed:\n%s", worker_id, traceback.format_exc())
             exit_code = WorkerExit.NO_ROOM if any(map(is_no_room, causes)) else WorkerExit.ERROR
@@ -363,6 +370,25 @@ def _causes_of(error: BaseException) -> Iterator[BaseException]:
             yield from _causes_of(inner)
     if error.__cause__ is not None:
         yield from _causes_of(error.__cause__)
+
+
+_FILE_REMEDIES = {
+    errno.ENOENT: "put it back",
+    errno.ENOTDIR: "put it back",
+    errno.EACCES: "let the user of the trial read and write there",
+    errno.EPERM: "let the user of the trial read and write there",
+    errno.EROFS: "make the file system writable again",
+    errno.EIO: "look at the disk or the file server",
+    errno.ESTALE: "look at the file server",
+}
+
+
+def _refused_file(error: BaseException) -> str:
+    """What the file system refuses, and what to do about it; "" if the error is another one."""
+    if not isinstance(error, OSError) or error.filename is None or error.errno not in _FILE_REMEDIES:
+        return ""
+    remedy = f"{_FILE_REMEDIES[error.errno]}, and the worker, which is started again meanwhile, goes on"
+    return f"{os.fsdecode(error.filename)}: {error.strerror}; {remedy}"
 
 
 def is_no_room(error: BaseException) -> bool:

@@ -30,6 +30,7 @@ from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.page import StatusPage
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.trial.find import PlanDamagedError, TrialFacts, find_trial, read_facts
+from corral.launcher.trial.lock import lock_supervisor
 from tests.launcher.jobs import job_of
 from tests.launcher.supervisor.broken_files import hanging
 from tests.launcher.trials import make_plan
@@ -166,6 +167,17 @@ def test_an_end_in_control_counts_though_the_journal_was_not_told(fileroot: Path
     assert facts is not None
     (status,) = StatusReader().read([facts])
     assert (status.state, status.note) == ("STOPPED", "asked")
+
+
+def test_a_trial_whose_folder_was_moved_while_it_ran_says_where_it_belongs(fileroot: Path) -> None:
+    directory = make_trial(fileroot, "here", state=None)
+    lock = lock_supervisor(directory, patience_s=0.5)
+    directory.path.rename(fileroot / "exp" / "there")
+    facts = read_facts(TrialDirectory(fileroot / "exp" / "there"))
+    assert facts is not None
+    (status,) = StatusReader().read([facts])
+    os.close(lock)
+    assert f"its folder was moved from {directory.path}, where its workers look for it; move it back" in status.note
 
 
 def test_a_damaged_trial_log_is_said(fileroot: Path) -> None:

@@ -1,8 +1,10 @@
 """How a worker ends: its exit code, and the word that it leaves for rl-status and rl-logs."""
 
 import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from corral.experiments.errors import ChangedInputError
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
+from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.lifecycle.worker import (
     BadConfigurationError,
     CannotContinueError,
@@ -61,6 +64,35 @@ def test_a_worker_that_fails_leaves_its_cause_also_if_it_could_not_be_made(
 ) -> None:
     assert run_to_exit_code(failing(error, when_made=when_made), context) == code
     assert context.trial.last_word_path("rollout_worker/0").read_text() == word
+
+
+@pytest.mark.parametrize(
+    ("number", "rule", "remedy"),
+    [
+        (errno.ENOENT, "No such file or directory", "put it back"),
+        (errno.EPERM, "Operation not permitted", "let the user of the trial read and write there"),
+        (errno.EROFS, "Read-only file system", "make the file system writable again"),
+    ],
+)
+def test_a_file_that_a_worker_is_refused_is_told_with_a_way_out_and_no_traceback(
+    context: WorkerContext, caplog: pytest.LogCaptureFixture, number: int, rule: str, remedy: str
+) -> None:
+    refused = OSError(number, os.strerror(number), "/m/config.json")
+    assert run_to_exit_code(failing(refused, when_made=False), context) == WorkerExit.ERROR
+    word = context.trial.last_word_path("rollout_worker/0").read_text()
+    assert word.startswith(f"/m/config.json: {rule}; {remedy}, and the worker")
+    assert word in caplog.text and "test_endings.py:" in caplog.text and "Traceback" not in caplog.text
+
+
+def test_a_worker_whose_model_is_gone_says_so_and_is_not_started_again(context: WorkerContext, tmp_path: Path) -> None:
+    def make(context: WorkerContext) -> Worker:
+        context.specification(GenerationServerSpec)
+        return failing(KeyError("x"), when_made=True)(context)
+
+    server = replace(context, kind="generation_server")
+    assert run_to_exit_code(make, server) == WorkerExit.BAD_CONFIGURATION
+    word = context.trial.last_word_path("generation_server/0").read_text()
+    assert "cannot be read any more: it has no config.json; put the old folder back, or submit a new trial" in word
 
 
 def test_the_word_of_a_worker_holds_no_secret_and_is_short(context: WorkerContext) -> None:
