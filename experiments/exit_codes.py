@@ -21,7 +21,7 @@ class CommandExit(IntEnum):
     STOPPED = 7
     """With --wait: somebody stopped the trial."""
     SUFFERS = 8
-    """With --check: a rule of the watchers speaks, or an alarm."""
+    """With --check: the trial is in trouble, a watcher fired, or there is an alarm."""
 
 
 class UserError(Exception):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _REDRAW_S = 5.0
 _TRIAL_HELP = f"{TRIAL_HELP} Or an experiment's name: all its trials."
-_CHECK_HELP = "Only what the watchers and alarms say of one trial; exit 8 if they say something."
+_CHECK_HELP = "Only trouble of one trial: its state, watchers and alarms; exit 8 if there is some."
 
 
 def status(
@@ -100,13 +100,16 @@ def _with_times(look: Callable[[], str], timeline: Path, *, most: int | None) ->
 
 def _check(facts: "TrialFacts") -> None:
     from corral.launcher.status.reader import polite_reader
+    from corral.launcher.status.words import IN_TROUBLE
     from corral.launcher.terminal import printable
 
     (status,) = polite_reader().read([facts])
-    spoken = [*(one for one in status.findings if one.is_alarm), *status.watch]
-    for one in spoken:
-        print(printable(f"step {one.step}: {one.text}; {one.details}"))
-    if spoken:
+    found = [one for one in [*status.findings, *status.watch] if one.is_alarm or one in status.watch]
+    said = [f"{status.state}: {status.note}"] if status.state in IN_TROUBLE else []
+    said += [f"step {one.step}: {one.text}; {one.details}" for one in found]
+    for line in said:
+        print(printable(line))
+    if said:
         raise typer.Exit(CommandExit.SUFFERS)
 
 

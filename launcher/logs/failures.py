@@ -106,7 +106,8 @@ def _describe(cause: Incident, incidents: Sequence[Incident], directory: TrialDi
     lines += [f"  {line}" for line in cause.details]
     if cause.is_outside:
         lines += _slurm_says(directory)
-    others = [one for one in incidents if one is not cause]
+    same_words = f"FAILED: {cause.who} {cause.what}"
+    others = [one for one in incidents if one is not cause and one.what != same_words]
     lines += _listed("then:", [one for one in others if one.time >= cause.time], since=cause.time)
     return lines + _listed("before:", [one for one in others if one.time < cause.time][::-1], since=cause.time)
 

@@ -41,6 +41,8 @@ _ENDS_OF_ATTEMPTS = frozenset(TrialState.of(state) for state in EndState)
 _GOES_ON = {TrialState.REQUEUED, TrialState.UNKNOWN}
 FINAL_STATES = _ENDS_OF_ATTEMPTS - _GOES_ON | {TrialState.OOM, TrialState.LOST}
 """Nothing of it runs any more."""
+IN_TROUBLE = FINAL_STATES - {TrialState.COMPLETE, TrialState.STOPPED} | {TrialState.DEGRADED, TrialState.UNRESPONSIVE}
+"""Somebody should look."""
 
 
 class WorkerState(StrEnum):

@@ -252,7 +252,6 @@ def test_what_ended_the_trial_comes_first_and_what_healed_before_it_is_a_line(di
         "  the end",
         "then:",
         "  master_worker/0 SIGTERM +1.0s",
-        f"  trial FAILED: {cause} +2.0s",
         "before:",
         "  generation_server/0 SIGKILL -60.0s",
     ]
