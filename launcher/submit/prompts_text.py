@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from corral.experiments.config.data import RowKind
+from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.datasets.dataset import Dataset, Look
 from corral.experiments.datasets.formats import name_of
 from corral.experiments.datasets.row_parser import DatasetRow
@@ -40,6 +41,8 @@ def print_prompts(plan: RunPlan, console: Console) -> None:
     try:
         dataset = Dataset.planned(spec)
         console.print(_legend(spec))
+        if (workers := plan.all_of(RolloutWorkerSpec)) and workers[0].rollout.makes_episodes:
+            console.print(_of_agents(workers[0].rollout))
         for source in dataset.sources:
             for row_id, number in islice(source.names.items(), _SHOWN_PER_SOURCE):
                 if (row := source.read(number, row_id)) is not None:
@@ -95,6 +98,14 @@ def _legend(spec: DatasetSpec) -> Text:
     if spec.row_kind in ("conversations", "preferences"):
         text.append("   given   ").append("learned", _STYLES[False, False])
     return text
+
+
+def _of_agents(rollout: RolloutConfig) -> Text:
+    who = f"agent {rollout.agent}" if rollout.environment is None else "the environment"
+    tools = ", ".join(map(str, rollout.agent_settings.get("tools") or ()))
+    added = f"its tools ({tools})" if tools else "tools or a system message"
+    shown = "rl-samples TRIAL --show ANSWER shows them in whole episodes"
+    return Text(f"{who} may add {added} to these prompts, and they are not shown here; {shown}", "yellow")
 
 
 def _panel(row: DatasetRow, title: Text, spec: DatasetSpec, encoder: PromptEncoder) -> Panel:

@@ -1,6 +1,7 @@
 """Experiment -> RunPlan -> plan.json -> RunPlan."""
 
 import hashlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -412,6 +413,19 @@ def test_teachers_may_read_prompts_of_their_own_which_nobody_else_gets(folder: P
     assert "what teachers read: 1 tokens" in console.export_text()
     (warning,) = load_experiment(folder / "ppo.yaml", told[2:]).find_warnings()
     assert warning == "dataset.columns.teacher_prompt has no effect: there is no teacher to read it"
+
+
+def test_prompts_of_an_agent_are_shown_with_what_is_left_out(folder: Path) -> None:
+    def said(*overrides: str) -> str:
+        text = io.StringIO()
+        print_prompts(_plan(folder / "ppo.yaml", *overrides), Console(file=text, width=300))
+        return text.getvalue()
+
+    settings = "rollout.agent_settings={tools: ['lookup:meaning'], call: '(?P<word>x)'}"
+    words = "agent corral.agents:tools may add its tools (lookup:meaning) to these prompts, and they are not shown here"
+    assert words in said("rollout.agent=corral.agents:tools", settings)
+    assert "may add tools or a system message" in said("rollout.agent=corral.agents:feedback")
+    assert "may add" not in said()
 
 
 def test_a_teacher_may_be_outside_of_the_trial_for_all_rows_or_some(folder: Path) -> None:
