@@ -67,6 +67,11 @@ class UserCodeError(RuntimeError):
     """The user's own code has failed on everything since the trial began; restarting would not help."""
 
 
+class PromptsFailError(RuntimeError):
+    """Agent, reward or teacher fail on everything now, and did not before, or generation servers do: the worker starts
+    again, as what they ask may do."""
+
+
 class SupersededWorkerError(RuntimeError):
     """Another process holds this worker's place; this one must not act any more."""
 
@@ -311,6 +316,7 @@ _ENDINGS: dict[type[Exception], tuple[WorkerExit, int, str]] = {
     BadConfigurationError: (WorkerExit.BAD_CONFIGURATION, logging.ERROR, "%s cannot work with this configuration: %s"),
     CannotContinueError: (WorkerExit.CANNOT_CONTINUE, logging.ERROR, "%s cannot go on: %s"),
     UserCodeError: (WorkerExit.USER_CODE, logging.ERROR, "%s ends the trial: %s"),
+    PromptsFailError: (WorkerExit.ERROR, logging.ERROR, "%s leaves, and is started again: %s"),
     SupersededWorkerError: (WorkerExit.SUPERSEDED, logging.WARNING, "%s leaves: %s"),
     GangBrokenError: (WorkerExit.GANG_BROKEN, logging.ERROR, "%s leaves: %s"),
     WrongDevicesError: (WorkerExit.WRONG_DEVICES, logging.ERROR, "%s cannot compute here: %s"),

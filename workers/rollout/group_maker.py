@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 
-from corral.experiments.config.rollout import RolloutConfig, functions_of, remarks_size, told_parts
+from corral.experiments.config.rollout import SINGLE_TURN, RolloutConfig, functions_of, remarks_size, told_parts
 from corral.experiments.datasets.row_parser import DatasetRow, RowError
 from corral.experiments.errors import split_remedy
 from corral.experiments.prompts.row_prompts import Prompt, PromptEncoder
@@ -36,7 +36,7 @@ from corral.workers.episodes.log import Branch, Segment
 from corral.workers.episodes.stream_events import NOT_FINITE
 from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
 from corral.workers.episodes.turn_request import SERVER_ERROR, RequestRefusedError
-from corral.workers.lifecycle.worker import UserCodeError
+from corral.workers.lifecycle.worker import PromptsFailError, UserCodeError
 from corral.workers.rewards.endpoint import EndpointDownError
 from corral.workers.rollout.agent_processes import AgentFailedError
 from corral.workers.rollout.episode_player import EpisodePlayer, Played
@@ -67,11 +67,6 @@ class PromptFailedError(RuntimeError):
         """Of its answers, if they were judged."""
         self.is_of_servers = is_of_servers
         """Whether generation servers failed at it, and no code of the user's."""
-
-
-class PromptsFailError(RuntimeError):
-    """Agent, reward or teacher fail on everything now, and did not before, or generation servers do: the worker starts
-    again, as what they ask may do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +176,8 @@ class GroupMaker:
 
     def _all_fail(self, what: str) -> RuntimeError:
         others = "" if self.teachers is None else ", or the teacher"
-        what += f"; mend agent {self.config.agent} or reward {functions_of(self.config.reward)}{others}"
+        agent = "" if self.config.agent == SINGLE_TURN else f"agent {self.config.agent} or "
+        what += f"; mend {agent}reward {functions_of(self.config.reward)}{others}"
         if self.has_judged:
             return PromptsFailError(what)
         return UserCodeError(f"{what}, in the folder `code` of the trial if it is your own, and rl-submit --resume it")

@@ -17,6 +17,7 @@ from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.lifecycle.worker import (
     BadConfigurationError,
     CannotContinueError,
+    PromptsFailError,
     Worker,
     WorkerContext,
     run_to_exit_code,
@@ -56,6 +57,7 @@ def failing(error: Exception, *, when_made: bool) -> Callable[[WorkerContext], W
         (ChangedInputError("data.jsonl has changed"), WorkerExit.BAD_CONFIGURATION, "data.jsonl has changed"),
         (BadConfigurationError("no such flag"), WorkerExit.BAD_CONFIGURATION, "no such flag"),
         (CannotContinueError("no commit\nin 3 epochs"), WorkerExit.CANNOT_CONTINUE, "no commit in 3 epochs"),
+        (PromptsFailError("16 prompts in a row failed"), WorkerExit.ERROR, "16 prompts in a row failed"),
         (KeyError("answer"), WorkerExit.ERROR, "KeyError: 'answer'"),
     ],
 )
