@@ -13,9 +13,9 @@ import torch
 
 from corral.experiments.config.endpoint import TeacherEndpointConfig
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
+from corral.workers.lifecycle.worker import PromptsFailError
 from corral.workers.rewards import endpoint as endpoint_module
 from corral.workers.rewards.endpoint import EndpointDownError
-from corral.workers.lifecycle.worker import PromptsFailError
 from corral.workers.rollout.served_teachers import ServedTeachers, TeacherFailedError
 from tests.workers.backends.training_helpers import load_reference, make_sample, save_tiny_model
 from tests.workers.data.tiny_tokenizer import EOS, ids_of
