@@ -88,9 +88,13 @@ def _plain_message(message: object) -> dict[str, Any]:
     return plain
 
 
-def json_text(value: Any, **how: Any) -> str:
-    """A value as JSON that may be sent as UTF-8: a half of a surrogate pair, which a model may say, is an escape."""
-    return json.dumps(value, **{"ensure_ascii": False, **how}).encode(errors="backslashreplace").decode()
+def json_text(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """A value as JSON that may be sent as UTF-8: a half of a surrogate pair, which a model may say, is an escape. Its
+    arguments are those of the filter `tojson` that transformers gives to chat templates."""
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.encode(errors="backslashreplace").decode()
 
 
 def with_text_arguments(message: Message) -> dict[str, Any]:

@@ -24,7 +24,9 @@ from corral.experiments.prompts.tool_calls import (
     PROBED_NAME,
     PROBED_NUMBER,
     ToolCall,
+    behind,
     find_marked,
+    match_at,
     spaced,
 )
 
@@ -62,6 +64,52 @@ class _Listed:
     quote: str
     """Around text, which is written as it is."""
 
+    def pairs(self, text: str, at: int, close: str) -> tuple[dict[str, Any], int]:
+        """Names and values from a place up to the bracket that closes them, and the place behind it."""
+        given = dict[str, Any]()
+        while not (found := match_at(rf"\s*{re.escape(close)}", text, at)):
+            key = match_at(self._key, text, at)
+            if key is None:
+                raise ValueError(f"no arguments: {text[at:]}")
+            given[key[1]], at = self._value(text, key.end(), close)
+            at = behind(r"\s*,\s*", text, at)
+        return given, found.end()
+
+    @property
+    def _key(self) -> str:
+        """The pattern of a name up to its value."""
+        quote = rf"(?:{re.escape(self.quote)})?"
+        return rf"\s*{quote}({_NAME}?){quote}\s*{re.escape(self.middle)}\s*"
+
+    def _value(self, text: str, at: int, close: str) -> tuple[Any, int]:
+        if text.startswith(self.quote, at):
+            begin = at + len(self.quote)
+            for end in (begin + one.start() for one in re.finditer(re.escape(self.quote), text[begin:])):
+                after = end + len(self.quote)
+                follows = match_at(r"\s*,\s*", text, after)
+                is_next = follows and (close == "]" or match_at(self._key, text, follows.end()))
+                if is_next or match_at(rf"\s*{re.escape(close)}", text, after):
+                    return text[begin:end], after
+            raise ValueError(f"no value: {text[at:]}")
+        if text[at : at + 1] in ("[", "{"):
+            with suppress(ValueError):
+                return json.JSONDecoder().raw_decode(text, at)
+            for bracket in islice(re.finditer(r"[\]}]", text[at:]), _MOST_BRACKETS):
+                with suppress(ValueError, SyntaxError, MemoryError):
+                    return ast.literal_eval(text[at : at + bracket.end()]), at + bracket.end()
+            if text[at] == "{":
+                return self.pairs(text, at + 1, "}")
+            values, at = list[Any](), at + 1
+            while not (found := match_at(r"\s*\]", text, at)):
+                value, at = self._value(text, at, "]")
+                values.append(value)
+                at = behind(r"\s*,\s*", text, at)
+            return values, found.end()
+        bare = match_at(r"[^,\s\[\](){}]+", text, at)
+        if bare is None:
+            raise ValueError(f"no value: {text[at:]}")
+        return _value(bare[0], None, None, quotes=True), bare.end()
+
 
 @dataclass(frozen=True, slots=True)
 class SpelledCallForm:
@@ -80,7 +128,7 @@ class SpelledCallForm:
     def find(self, text: str, *, tools: Sequence[ToolSchema]) -> tuple[str, list[ToolCall]]:
         """What an answer says besides its calls, and the calls; the whole text and none if one is malformed."""
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
-        before, behind = ("".join(rf"(?:\s*{spaced(mark)})?" for mark in _MARKS.findall(text)) for text in self.around)
+        around = ["".join(rf"(?:\s*{spaced(mark)})?" for mark in _MARKS.findall(text)) for text in self.around]
         # Numbers behind a name are those of the call: its place, or its id.
         before_id, begins_id, rest = re.split(r"([^\s<>\[\]]*)\Z", self.begin, maxsplit=1)
         behind_id, after = re.fullmatch(r"([^\s<>\[\]({]*)(.*)", self.after_name, re.DOTALL).groups()  # type: ignore[union-attr]
@@ -89,25 +137,21 @@ class SpelledCallForm:
         named = named + r"\s*" if self.arguments is None else named
 
         def read(text: str, begin: re.Match[str]) -> tuple[list[ToolCall], int]:
-            calls, at, pattern = list[ToolCall](), begin.start("id"), re.compile(named)
-            while found := pattern.match(text, at):
+            calls, at = list[ToolCall](), begin.start("id")
+            while found := match_at(named, text, at):
                 given, at = self._arguments(text, found.end(), schemas.get(found["name"]))
                 calls.append(ToolCall(found["name"], given, found["id"] if self.has_ids else ""))
-                if not isinstance(self.arguments, _Listed) or not (comma := re.compile(r"\s*,\s*").match(text, at)):
+                if not isinstance(self.arguments, _Listed) or not (comma := match_at(r"\s*,\s*", text, at)):
                     break
                 at = comma.end()
-            end = re.compile(rf"\s*{spaced(self.end)}").match(text, at)
+            end = match_at(rf"\s*{spaced(self.end)}", text, at)
             if end is None or not calls:
                 raise ValueError(f"no call: {text[begin.start() :]}")
             return calls, end.end()
 
         try:
-            return find_marked(
-                text,
-                re.compile(rf"{spaced(before_id)}\s*(?={re.escape(begins_id)})(?P<id>)"),
-                read,
-                around=(before, behind),
-            )
+            begin = re.compile(rf"{spaced(before_id)}\s*(?={re.escape(begins_id)})(?P<id>)")
+            return find_marked(text, begin, read, around=around)
         except ValueError:
             return text, []
 
@@ -115,7 +159,7 @@ class SpelledCallForm:
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         known: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
         if isinstance(self.arguments, _Listed):
-            return _Listing(self.arguments, text).pairs(at)
+            return self.arguments.pairs(text, at, self.arguments.close)
         if self.arguments is None:
             arguments, at = json.JSONDecoder().raw_decode(text, at)
             if not isinstance(arguments, dict):
@@ -124,74 +168,16 @@ class SpelledCallForm:
         marks, given = self.arguments, dict[str, Any]()
         middle = rf"(?:(?P<text>{spaced(marks.middle)})|{spaced(marks.other_middle)})"
         # A value may have the mark of its end in it, which nothing follows that follows a value.
-        behind = "|".join(
-            [*map(spaced, [marks.begin, *([self.end] if self.end else _MARKS.findall(self.around[1]))]), r"\Z"]
-        )
-        one = re.compile(
-            rf"\s*{spaced(marks.begin)}\s*(?P<key>.+?)\s*{middle}(?P<value>.*?){spaced(marks.end)}(?=\s*({behind}))",
-            re.DOTALL,
-        )
-        while found := one.match(text, at):
+        next_marks = map(spaced, [marks.begin, *([self.end] if self.end else _MARKS.findall(self.around[1]))])
+        value_end = rf"{spaced(marks.end)}(?=\s*({'|'.join(next_marks)}|\Z))"
+        one = rf"(?s)\s*{spaced(marks.begin)}\s*(?P<key>.+?)\s*{middle}(?P<value>.*?){value_end}"
+        while found := match_at(one, text, at):
             value = found["value"].removeprefix(marks.around[0]).removesuffix(marks.around[1])
             is_text = marks.middle != marks.other_middle and found["text"] is not None
             own = {"type": "string"} if is_text else known.get(found["key"])
             given[found["key"]] = _value(value, own, schema, quotes=marks.quotes and not is_text)
             at = found.end()
         return given, at
-
-
-class _Listing:
-    """Reads arguments in brackets."""
-
-    def __init__(self, marks: _Listed, text: str) -> None:
-        self._marks, self._text = marks, text
-        self._middle = re.compile(
-            rf"\s*(?:{re.escape(marks.quote)})?({_NAME}?)(?:{re.escape(marks.quote)})?\s*{re.escape(marks.middle)}\s*"
-        )
-
-    def pairs(self, at: int, close: str = "") -> tuple[dict[str, Any], int]:
-        """Names and values up to the bracket that closes them, and the place behind it."""
-        close, given = close or self._marks.close, dict[str, Any]()
-        while not (found := self._match(rf"\s*{re.escape(close)}", at)):
-            key = self._middle.match(self._text, at)
-            if key is None:
-                raise ValueError(f"no arguments: {self._text[at:]}")
-            given[key[1]], at = self._value(key.end(), close)
-            at = found.end() if (found := self._match(r"\s*,\s*", at)) else at
-        return given, found.end()
-
-    def _value(self, at: int, close: str) -> tuple[Any, int]:
-        text, quote = self._text, self._marks.quote
-        if text.startswith(quote, at):
-            ends = (one.start() for one in re.finditer(re.escape(quote), text[at + len(quote) :]))
-            for end in (at + len(quote) + one for one in ends):
-                behind = end + len(quote)
-                follows = self._match(r"\s*,\s*", behind)
-                is_next = follows and (close == "]" or self._middle.match(text, follows.end()))
-                if is_next or self._match(rf"\s*{re.escape(close)}", behind):
-                    return text[at + len(quote) : end], behind
-            raise ValueError(f"no value: {text[at:]}")
-        if text[at : at + 1] in ("[", "{"):
-            with suppress(ValueError):
-                return json.JSONDecoder().raw_decode(text, at)
-            for bracket in islice(re.finditer(r"[\]}]", text[at:]), _MOST_BRACKETS):
-                with suppress(ValueError, SyntaxError, MemoryError):
-                    return ast.literal_eval(text[at : at + bracket.end()]), at + bracket.end()
-            if text[at] == "{":
-                return self.pairs(at + 1, "}")
-            values, at = list[Any](), at + 1
-            while not (found := self._match(r"\s*\]", at)):
-                value, at = self._value(at, "]")
-                values.append(value)
-                at = comma.end() if (comma := self._match(r"\s*,\s*", at)) else at
-            return values, found.end()
-        bare = self._match(r"[^,\s\[\](){}]+", at)
-        if bare is None:
-            raise ValueError(f"no value: {text[at:]}")
-        return _value(bare[0], None, None, quotes=True), bare.end()
-
-    def _match(self, pattern: str, at: int) -> re.Match[str] | None:
-        return re.compile(pattern).match(self._text, at)
 
 
 def spelled_form_in(text: str, *, other: str = "", has_ids: bool = False) -> SpelledCallForm | None:

@@ -85,7 +85,7 @@ class JsonCallForm:
 
     def _read(self, text: str, begin: re.Match[str]) -> tuple[list[ToolCall], int]:
         calls, at = self._calls(text, begin.end())
-        end = re.compile(rf"\s*{spaced(self.end)}").match(text, at)
+        end = match_at(rf"\s*{spaced(self.end)}", text, at)
         if end is None and text[at:].strip():
             raise ValueError(f"no call: {text[begin.start() :]}")
         return calls, end.end() if end else at
@@ -97,10 +97,10 @@ class JsonCallForm:
             ValueError: if anything is no call.
         """
         calls: list[ToolCall] = []
-        while not calls or text.startswith("{", _behind(r"[\s;,]*", text, at)):
-            value, at = json.JSONDecoder().raw_decode(text, _behind(r"[\s;,]*", text, at))
+        while not calls or text.startswith("{", behind(r"[\s;,]*", text, at)):
+            value, at = json.JSONDecoder().raw_decode(text, behind(r"[\s;,]*", text, at))
             calls += [self._call(call) for call in (value if isinstance(value, list) else [value])]
-        return calls, _behind(r"\s*", text, at)
+        return calls, behind(r"\s*", text, at)
 
     def _call(self, value: Any) -> ToolCall:
         name, arguments = None, None
@@ -139,7 +139,7 @@ def find_marked(
     begin: re.Pattern[str],
     read: Callable[[str, re.Match[str]], tuple[list[ToolCall], int]],
     *,
-    around: tuple[str, str] = ("", ""),
+    around: Sequence[str] = ("", ""),
 ) -> tuple[str, list[ToolCall]]:
     """What an answer says besides calls that begin with a mark, and the calls.
 
@@ -151,7 +151,7 @@ def find_marked(
     while found := begin.search(text, at):
         here, end = read(text, found)
         said[-1] += re.sub(rf"{around[0]}\s*\Z", "", text[at : found.start()])
-        calls, at = calls + here, _behind(rf"{around[1]}\s*[;,]?", text, end)
+        calls, at = calls + here, behind(rf"{around[1]}\s*[;,]?", text, end)
         said.append("")
     return ("".join([*said, text[at:]]).strip(), calls) if calls else (text, [])
 
@@ -161,6 +161,12 @@ def spaced(marks: str) -> str:
     return r"\s*".join(map(re.escape, marks.split()))
 
 
-def _behind(pattern: str, text: str, at: int) -> int:
-    found = re.compile(pattern).match(text, at)
+def match_at(pattern: str, text: str, at: int) -> re.Match[str] | None:
+    """What of a text matches at a place."""
+    return re.compile(pattern).match(text, at)
+
+
+def behind(pattern: str, text: str, at: int) -> int:
+    """The place behind what matches at a place; the same place if nothing does."""
+    found = match_at(pattern, text, at)
     return found.end() if found else at

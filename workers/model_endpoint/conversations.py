@@ -21,21 +21,14 @@ from corral.workers.episodes.log import Turn
 _FIELDS = ("role", "content", "reasoning_content", "name", "tool_call_id")  # of those that say something
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """A conversation up to an answer of the model."""
-
-    ids: list[int]
-    stopped: bool
-
-
 @dataclass(slots=True)
 class Conversations:
     """Of one episode."""
 
     renderer: ChatRenderer
-    _known: dict[str, _Known] = field(default_factory=dict)
-    """By what was said."""
+    _known: dict[str, tuple[list[int], bool]] = field(default_factory=dict)
+    """Conversations up to an answer of the model, as tokens, and whether it came to an end of its own; by what was
+    said."""
 
     def prompt_ids(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema]) -> list[int]:
         """What the model is to go on from.
@@ -47,10 +40,8 @@ class Conversations:
         keys = list(_keys(plain, tools))
         end = next((end for end in range(len(plain), 0, -1) if keys[end - 1] in self._known), None)
         if end is not None:
-            known = self._known[keys[end - 1]]
-            bridged = self.renderer.bridge(
-                known.ids, stopped=known.stopped, messages=plain[end:], tools=tools, history=plain[:end]
-            )
+            ids, stopped = self._known[keys[end - 1]]
+            bridged = self.renderer.bridge(ids, stopped=stopped, messages=plain[end:], tools=tools, history=plain[:end])
             if bridged is not None:
                 return bridged
         return self.renderer.render(plain, tools=tools)
@@ -58,7 +49,7 @@ class Conversations:
     def add(self, messages: Sequence[Message], answer: Message, turn: Turn, *, tools: Sequence[ToolSchema]) -> None:
         """An answer was given."""
         *_, key = _keys(plain_messages([*messages, answer]), tools)
-        self._known[key] = _Known([*turn.prompt_ids, *turn.answer.output_ids], turn.answer.stopped)
+        self._known[key] = [*turn.prompt_ids, *turn.answer.output_ids], turn.answer.stopped
 
 
 def _keys(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]) -> Iterator[str]:
