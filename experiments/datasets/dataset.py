@@ -72,11 +72,6 @@ class Source:
         before = f"{self.name}/" if self.name else ""
         return index_rows(self.rows, self.config, before=before, left_out=self.left_out)
 
-    @property
-    def names(self) -> dict[str, int]:
-        """Number of every row that is taken by its name, in the order of the files; raises the same."""
-        return self.index.numbers
-
 
 class Dataset(Mapping[str, DatasetRow]):
     """Rows by their names, in the order of sources and files."""
@@ -138,8 +133,9 @@ class Dataset(Mapping[str, DatasetRow]):
     def _place_by_id(self) -> dict[str, tuple[int, int] | int]:
         """Source and number of each row; of the only source, the number alone, which takes less memory."""
         if len(self.sources) == 1:
-            return cast(dict[str, tuple[int, int] | int], self.sources[0].names)
-        return {row_id: (at, number) for at, one in enumerate(self.sources) for row_id, number in one.names.items()}
+            return cast(dict[str, tuple[int, int] | int], self.sources[0].index.numbers)
+        numbers = [one.index.numbers for one in self.sources]
+        return {row_id: (at, number) for at, of_source in enumerate(numbers) for row_id, number in of_source.items()}
 
     def __getitem__(self, row_id: str) -> DatasetRow:
         """
@@ -196,7 +192,7 @@ class Look:
 
     def _rows_of(self, source: Source) -> Iterator[tuple[Source, int, DatasetRow]]:
         try:
-            names = source.names
+            names = source.index.numbers
         except PlacedError as error:
             self.problems.append(ConfigProblem(error.rule, error.hint))
             return
@@ -252,7 +248,7 @@ def dataset_spec(
     for one in dataset.sources:
         left_out = list(too_long.get(one.name, ()))
         try:
-            num_rows = len(one.names) - len(left_out)
+            num_rows = len(one.index.numbers) - len(left_out)
         except PlacedError as error:
             raise ConfigError.of(error.rule, hint=error.hint) from error
         lines = fold_numbers(number + 1 for number in left_out)

@@ -44,7 +44,7 @@ def print_prompts(plan: RunPlan, console: Console) -> None:
         if (workers := plan.all_of(RolloutWorkerSpec)) and workers[0].rollout.makes_episodes:
             console.print(_of_agents(workers[0].rollout))
         for source in dataset.sources:
-            for row_id, number in islice(source.names.items(), _SHOWN_PER_SOURCE):
+            for row_id, number in islice(source.index.numbers.items(), _SHOWN_PER_SOURCE):
                 if (row := source.read(number, row_id)) is not None:
                     known_as = "" if row_id == str(number) else f": {row_id}"
                     title = Text(f"{name_of(source.config)}, row {number}{known_as}")

@@ -83,8 +83,12 @@ class SequenceSample:
             arrays = _answer_arrays(uid, key, spec, values, num_tokens)
             seqlens[key] = [[array.shape[0] for array in arrays]]
             data[key] = np.concatenate(arrays) if arrays else np.empty(0, spec.dtype)
-        if EPISODES in data:
-            _check_episodes(uid, data[EPISODES])
+        numbers = data.get(EPISODES, np.empty(0))
+        if numbers.size and (numbers[0] != 0 or not np.isin(np.diff(numbers), (0, 1)).all()):
+            raise ValueError(
+                f"sample {uid!r} has the episodes {numbers.tolist()[:16]}; they count from 0 without a gap, and "
+                "sequences of one episode are neighbours"
+            )
         return cls([uid], seqlens, data, specs)
 
     @classmethod
@@ -170,17 +174,14 @@ class SequenceSample:
         renamed = [new_name_by_key.get(key, key) for key in self.seqlens]
         if len(set(renamed)) != len(renamed):
             raise ValueError(f"renaming {dict(new_name_by_key)} gives two keys one name among {sorted(renamed)}")
+        # The declared keys, with those that get a name that nobody declares.
+        new = {name: self.specs[key] for key, name in new_name_by_key.items() if key in self.specs}
         return SequenceSample(
             self.uids,
             {new_name_by_key.get(key, key): lengths for key, lengths in self.seqlens.items()},
             {new_name_by_key.get(key, key): array for key, array in self.data.items()},
-            self._specs_after(new_name_by_key),
+            self.specs if new.keys() <= self.specs.keys() else MappingProxyType({**new, **self.specs}),
         )
-
-    def _specs_after(self, new_name_by_key: Mapping[str, str]) -> DeclaredKeys:
-        """The declared keys, with those that get a name that nobody declares."""
-        new = {name: self.specs[key] for key, name in new_name_by_key.items() if key in self.specs}
-        return self.specs if new.keys() <= self.specs.keys() else MappingProxyType({**new, **self.specs})
 
     def answer_names(self) -> list[str]:
         """`{uid}#{answer}` of each answer, over all samples."""
@@ -260,14 +261,6 @@ def _answer_arrays(
                 f"for {tokens} tokens, got shape {array.shape}"
             )
     return arrays
-
-
-def _check_episodes(uid: str, numbers: Array) -> None:
-    if numbers.size and (numbers[0] != 0 or not np.isin(np.diff(numbers), (0, 1)).all()):
-        raise ValueError(
-            f"sample {uid!r} has the episodes {numbers.tolist()[:16]}; they count from 0 without a gap, and sequences "
-            "of one episode are neighbours"
-        )
 
 
 def _offsets(lengths: Iterable[int]) -> list[int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from corral.scheduling.policy_version import PolicyVersion, VersionSpan
 from corral.workers.episodes.routed_experts import AnswerExperts
-from corral.workers.episodes.stream_events import FinishReason, MetaInfo, StreamEvent, WeightVersions
+from corral.workers.episodes.stream_events import FinishReason, MetaInfo, StreamEvent
 
 
 class MalformedEventError(ValueError):
@@ -100,7 +100,18 @@ class PartialAnswer:
         if num_new > self.remaining:
             raise MalformedEventError(f"{num_new} tokens came where at most {self.remaining} were asked for")
         spans = self._spans(meta, num_new)
-        self._take_in_experts(meta, num_tokens=num_before + num_new, is_aborted=is_aborted)
+        text = meta.routed_experts
+        # They come with the end. Nobody may have said them at the end of an aborted request: the next one says them.
+        if self.experts is not None and reason is not None and (text is not None or not is_aborted):
+            if text is None:
+                raise MalformedEventError(
+                    "a reply of /generate lacks routed_experts, which were asked for; a server of SGLang needs "
+                    "--enable-return-routed-experts"
+                )
+            try:
+                self.experts.append(self.experts.rows_in(text, num_tokens=num_before + num_new))
+            except ValueError as error:
+                raise MalformedEventError(f"a reply of /generate garbles a field: {error}") from error
         self.output_ids.extend(ids)
         self.logprobs.extend(logprobs)
         self.spans = spans
@@ -113,10 +124,13 @@ class PartialAnswer:
 
     def _spans(self, meta: MetaInfo, num_new: int) -> list[VersionSpan]:
         """With what an event tells of the versions."""
-        num_before = len(self.output_ids)
-        told = meta.weight_versions
-        if told is not None:
-            return self._all_told(told, end=meta.completion_tokens)
+        num_before, told, begin = len(self.output_ids), meta.weight_versions, self._begin
+        if told is not None:  # of the present request from its first token on, in place of what was taken for granted
+            ends, end = [span.end for span in told], meta.completion_tokens
+            if [*(span.start for span in told), end] != [0, *ends] or sorted(ends) != ends:
+                raise MalformedEventError(f"version spans {told} are not one after the other over {end} tokens")
+            earlier = [span._replace(end=min(span.end, begin)) for span in self.spans if span.start < begin]
+            return _joined([*earlier, *(_span(span.version, begin + span.start, begin + span.end) for span in told)])
         held, before = meta.weight_version, self._held
         if not num_new:
             return self.spans
@@ -124,31 +138,6 @@ class PartialAnswer:
         if self._num_told < num_before or (num_new > 1 and held != before):
             return self.spans
         return _joined([*self.spans, _span(held, num_before, num_before + num_new)])
-
-    def _all_told(self, told: Sequence[WeightVersions], *, end: int) -> list[VersionSpan]:
-        """The spans of the present request from its first token on, in place of what was taken for granted."""
-        starts, ends = [span.start for span in told], [span.end for span in told]
-        if [*starts, end] != [0, *ends] or sorted(ends) != ends:
-            raise MalformedEventError(f"version spans {told} are not one after the other over {end} tokens")
-        earlier = [span._replace(end=min(span.end, self._begin)) for span in self.spans if span.start < self._begin]
-        later = [_span(span.version, self._begin + span.start, self._begin + span.end) for span in told]
-        return _joined([*earlier, *later])
-
-    def _take_in_experts(self, meta: MetaInfo, *, num_tokens: int, is_aborted: bool) -> None:
-        """They come with the end. An aborted request may have come to it before anybody could say them; then the next
-        one says them."""
-        text = meta.routed_experts
-        if self.experts is None or meta.finish_reason is None or (text is None and is_aborted):
-            return
-        if text is None:
-            raise MalformedEventError(
-                "a reply of /generate lacks routed_experts, which were asked for; a server of SGLang needs "
-                "--enable-return-routed-experts"
-            )
-        try:
-            self.experts.append(self.experts.rows_in(text, num_tokens=num_tokens))
-        except ValueError as error:
-            raise MalformedEventError(f"a reply of /generate garbles a field: {error}") from error
 
 
 def _span(version: str, start: int, end: int) -> VersionSpan:

@@ -73,14 +73,10 @@ class AnswerExperts:
         self.num_rows += len(rows)
 
     def rows(self, *, num_tokens: int) -> Rows:
-        """[num_tokens, layers with experts, top_k] of prompt and answer."""
-        rows = nothing_known(self._spec, num_tokens=num_tokens)
+        """[num_tokens, layers with experts, top_k] of prompt and answer; what is unknown lets the trainer choose."""
+        spec = self._spec
+        rows = np.full((num_tokens, len(spec.expert_layers), spec.top_k), _UNKNOWN, np.int16)
         if self._pieces:
             known = np.concatenate(self._pieces)[:num_tokens]  # the answer may have been cut
             rows[: len(known)] = known
         return rows
-
-
-def nothing_known(spec: RoutedExpertsSpec, *, num_tokens: int) -> Rows:
-    """Rows that let the trainer choose."""
-    return np.full((num_tokens, len(spec.expert_layers), spec.top_k), _UNKNOWN, np.int16)

@@ -36,7 +36,7 @@ from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.side_numbers import finite_means
 from corral.workers.episodes.log import Branch, Segment
 from corral.workers.episodes.partial_answer import PartialAnswer
-from corral.workers.episodes.routed_experts import Rows, nothing_known
+from corral.workers.episodes.routed_experts import AnswerExperts
 
 Array = npt.NDArray[Any]
 REWARD_PART = "reward/part/"
@@ -156,16 +156,22 @@ def make_sample(
     declared: list[Key] = []
     if parts:
         declared.append(reward_parts_key(len(parts)))
-        values[REWARD_PARTS] = [_numbers_of_parts(episodes[number], parts) for number, _ in numbered]
+        told = [
+            [episodes[number].parts.get(f"{REWARD_PART}{name}", math.nan) for name in parts] for number, _ in numbered
+        ]
+        with np.errstate(over="ignore"):  # a part without weight may say any number
+            values[REWARD_PARTS] = list(np.asarray(told, np.float32))
     if remarks_bytes:
         declared.append(remarks_key(remarks_bytes))
-        values[REMARKS] = [_padded(episodes[number].remarks, remarks_bytes) for number, _ in numbered]
+        remarks = (episodes[number].remarks.encode(errors="replace")[:remarks_bytes] for number, _ in numbered)
+        values[REMARKS] = [np.frombuffer(text.ljust(remarks_bytes, b"\0"), np.uint8) for text in remarks]
     if teacher_prompt is not None:
         declared.append(teacher_prompt_key(len(teacher_prompt)))
         values[TEACHER_PROMPT] = [teacher_prompt] * len(branches)
     if experts is not None:
         declared.append(experts.key)
-        values[ROUTED_EXPERTS] = [_experts(each, experts) for each in branches]
+        unknown = AnswerExperts(experts, ())
+        values[ROUTED_EXPERTS] = [(each.experts or unknown).rows(num_tokens=each.num_tokens) for each in branches]
     return SequenceSample.from_group(uid, values, specs=merge_keys(declared))
 
 
@@ -203,20 +209,5 @@ def _turn_rewards(segment: Segment) -> Array:
     return rewards
 
 
-def _numbers_of_parts(episode: JudgedEpisode, parts: Sequence[str]) -> Array:
-    with np.errstate(over="ignore"):  # a part without weight may say any number
-        return np.asarray([episode.parts.get(f"{REWARD_PART}{name}", math.nan) for name in parts], np.float32)
-
-
-def _padded(text: str, size_bytes: int) -> Array:
-    return np.frombuffer(text.encode(errors="replace")[:size_bytes].ljust(size_bytes, b"\0"), np.uint8)
-
-
 def _concatenated(parts: Sequence[Sequence[Any] | Array], dtype: npt.DTypeLike) -> Array:
     return np.concatenate([np.asarray(part, dtype=dtype) for part in parts])
-
-
-def _experts(branch: Branch, spec: RoutedExpertsSpec) -> Rows:
-    if branch.experts is None:
-        return nothing_known(spec, num_tokens=branch.num_tokens)
-    return branch.experts.rows(num_tokens=branch.num_tokens)

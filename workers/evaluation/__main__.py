@@ -70,7 +70,8 @@ async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult
         while progress.num_done < len(rows):
             started_at = time.monotonic()
             part = list(rows)[progress.num_done : progress.num_done + request.batch_size]
-            answering = asyncio.gather(*(problems.answer(_problem(request, row_id)) for row_id in part))
+            asked = (HeldOutProblem(0, request.server.initial_version, "", row_id) for row_id in part)
+            answering = asyncio.gather(*map(problems.answer, asked))
             either: list[asyncio.Future[Any]] = [answering, ended]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
@@ -90,10 +91,6 @@ async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult
             atomic_write(progress_path(request.result), progress.model_dump_json().encode())
             logger.info("%d of %d problems: %s", progress.num_done, len(rows), means(sums))
     return _result(request, progress)
-
-
-def _problem(request: EvaluationRequest, row_id: str) -> HeldOutProblem:
-    return HeldOutProblem(0, request.server.initial_version, "", row_id)
 
 
 def _result(request: EvaluationRequest, progress: EvaluationProgress) -> EvaluationResult:

@@ -7,7 +7,6 @@ rows ──share of this rank──► generate_greedily ──► RewardJudge �
 import asyncio
 import functools
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
@@ -58,7 +57,7 @@ class HeldOutProblems:
             stop_token_ids=self._stop_token_ids,
             batch_size=batch_size,
         )
-        judged = asyncio.run(self._judge_all(outputs))
+        judged = asyncio.run(all_or_first_error(*map(self._judged, self._rows, outputs)))
         by_problem = (
             sums_of(
                 [one.reward for one in each],
@@ -69,11 +68,8 @@ class HeldOutProblems:
         )
         return functools.reduce(added, by_problem, dict.fromkeys(sums_of([], []), 0.0))
 
-    async def _judge_all(self, outputs: Sequence[list[int]]) -> list[list[Judged]]:
-        """What the reward says of each answer, nothing where it failed on every try."""
-        return await all_or_first_error(*map(self._judged, self._rows, outputs))
-
     async def _judged(self, row: DatasetRow, output: list[int]) -> list[Judged]:
+        """What the reward says of an answer, nothing where it failed on every try."""
         try:
             return await self._judge.judge(row.fields, [output])
         except RewardFailedError as error:

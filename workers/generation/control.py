@@ -92,7 +92,7 @@ class ControlServer:
             [
                 web.post("/bring_to", self._bring_to),
                 web.post("/stage", self._stage),
-                web.get(GIVEN_PATH, partial(give_weights, self._updates.held)),
+                web.get(GIVEN_PATH, partial(give_weights, self._updates.staging.held)),
             ]
         )
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_TIMEOUT_S)

@@ -108,7 +108,7 @@ class GenerationServer(Worker):
     ) -> None:
         """Publish the server, and keep the presence record true while it runs; raises what it died of."""
         record: dict[str, object] = {"url": url, "control": control, "incarnation": incarnation}
-        record |= {"place": updates.place, "kv_tokens": backend.kv_tokens}
+        record |= {"place": updates.staging.place, "kv_tokens": backend.kv_tokens}
         keys, index, presence = self.context.keys, self._spec.index, self.context.presence
         key = keys.judge(index) if self._spec.is_judge else keys.generation_server(index)  # which the manager knows not
         with self.context.lease(key, json.dumps(record), owner=incarnation):

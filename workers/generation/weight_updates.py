@@ -13,7 +13,6 @@ as it has it.
 import asyncio
 import logging
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -71,7 +70,7 @@ class WeightUpdates:
             record: has what it does.
         """
         self._record = record
-        self._staging = staging
+        self.staging = staging
         self._mode = mode
         self._lock = asyncio.Lock()
         self._serving: tuple[GenerationBackend, str, WeightProof] | None = None
@@ -79,15 +78,6 @@ class WeightUpdates:
         """What `stage` has brought and verified, and what it was asked for, until the next update."""
         self.last: WeightUpdate | None = None
         """What the last update has cost."""
-
-    @property
-    def place(self) -> str:
-        """Where this worker stages versions for other hosts, too; empty if it does not."""
-        return self._staging.place
-
-    def held(self, digest: str) -> Path | None:
-        """The directory of a version that other hosts may have from this worker."""
-        return self._staging.held(digest)
 
     def serves(self, backend: GenerationBackend, url: str) -> None:
         """From now on updates go to this server."""
@@ -106,7 +96,7 @@ class WeightUpdates:
         async with self._lock:
             staged = await self._stage(order)
             self._staged = (order.published, staged)
-        is_held = order.digest is not None and self.held(order.digest) is not None
+        is_held = order.digest is not None and self.staging.held(order.digest) is not None
         return Staged(is_held=is_held, failed_sources=list(staged.failed_sources))
 
     async def bring_to(self, order: UpdateOrder) -> None:
@@ -143,7 +133,7 @@ class WeightUpdates:
             self._note("stand still for weights", stopped, has_changed, version)
             if (held := (await backend.held())[0]) != version:
                 raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
-            await asyncio.to_thread(self._staging.taken_over)
+            await asyncio.to_thread(self.staging.taken_over)
             self.last = WeightUpdate(
                 version=version,
                 bytes_read=staged.bytes_read,
@@ -165,7 +155,7 @@ class WeightUpdates:
         started = time.monotonic()
         try:
             return await asyncio.to_thread(
-                self._staging.stage,
+                self.staging.stage,
                 order.version,
                 order.directory,
                 order.digest,

@@ -13,7 +13,6 @@ import asyncio
 import re
 import string
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Annotated, Any, Literal, Self
 
@@ -49,18 +48,6 @@ Verdict = tuple[float, dict[str, str]]
 
 class BudgetSpentError(RuntimeError):
     """The judge may ask no more."""
-
-
-@dataclass(slots=True)
-class _Known:
-    """What one process knows."""
-
-    verdicts: OrderedDict[bytes, Verdict] = field(default_factory=OrderedDict)
-    """By digest of the prompt, the least recently used first."""
-    asked: dict[bytes, "asyncio.Task[Verdict]"] = field(default_factory=dict)
-    """Under way: the answers of a group are often equal."""
-    num_calls: int = 0
-    num_tokens: int = 0
 
 
 class _Message(msgspec.Struct):
@@ -110,7 +97,12 @@ class Judge(EndpointConfig):
     known_verdicts: int = Field(default=10_000, ge=0)
     """Verdicts that a worker remembers."""
 
-    _known: _Known = PrivateAttr(default_factory=_Known)
+    _verdicts: OrderedDict[bytes, Verdict] = PrivateAttr(default_factory=OrderedDict)
+    """What this process knows, by digest of the prompt, the least recently used first."""
+    _asked: dict[bytes, "asyncio.Task[Verdict]"] = PrivateAttr(default_factory=dict)
+    """Under way: the answers of a group are often equal."""
+    _num_calls: int = PrivateAttr(default=0)
+    _num_tokens: int = PrivateAttr(default=0)
 
     @model_validator(mode="after")
     def _has_the_answer(self) -> Self:
@@ -135,22 +127,22 @@ class Judge(EndpointConfig):
             KeyError: if the row has no field that the prompt names.
         """
         prompt = self.prompt.format(problem=problem, answer=answer)
-        digest, known = blake2b(prompt.encode(errors="replace")).digest(), self._known
-        if digest in known.verdicts:
-            known.verdicts.move_to_end(digest)
-            return known.verdicts[digest]
-        if (asked := known.asked.get(digest)) is None:
-            asked = known.asked[digest] = asyncio.create_task(self._ask(prompt))
+        digest = blake2b(prompt.encode(errors="replace")).digest()
+        if digest in self._verdicts:
+            self._verdicts.move_to_end(digest)
+            return self._verdicts[digest]
+        if (asked := self._asked.get(digest)) is None:
+            asked = self._asked[digest] = asyncio.create_task(self._ask(prompt))
             asked.add_done_callback(lambda task: self._remember(digest, task))
         # A caller whose time is up leaves the answer to its next try.
         return await asyncio.shield(asked)
 
     def _remember(self, digest: bytes, task: "asyncio.Task[Verdict]") -> None:
-        del self._known.asked[digest]
+        del self._asked[digest]
         if not task.cancelled() and task.exception() is None:
-            self._known.verdicts[digest] = task.result()
-            while len(self._known.verdicts) > self.known_verdicts:
-                self._known.verdicts.popitem(last=False)
+            self._verdicts[digest] = task.result()
+            while len(self._verdicts) > self.known_verdicts:
+                self._verdicts.popitem(last=False)
 
     async def _ask(self, prompt: str) -> Verdict:
         if self.url == TRIAL:
@@ -162,7 +154,7 @@ class Judge(EndpointConfig):
         except msgspec.DecodeError as error:
             said = without_key(self, text)[:SHOWN]
             raise ValueError(f"{self.url} answers what is no chat completion: {said}") from error
-        self._known.num_tokens += reply.usage.total_tokens if reply.usage else 0
+        self._num_tokens += reply.usage.total_tokens if reply.usage else 0
         return self._verdict_of(without_key(self, reply.choices[0].message.content or ""))
 
     def _verdict_of(self, said: str) -> Verdict:
@@ -175,16 +167,9 @@ class Judge(EndpointConfig):
         return number, {"said": said[-_MOST_SAID:]}
 
     def _count(self) -> None:
-        known = self._known
-        over = [
-            f"{name} is {limit}, and so many were spent"
-            for name, limit, spent in (
-                ("max_calls", self.max_calls, known.num_calls),
-                ("max_tokens", self.max_tokens, known.num_tokens),
-            )
-            if limit is not None and spent >= limit
-        ]
-        if over:
-            error = StopTrialError if self.when_spent == "stop" else BudgetSpentError
-            raise error(f"the judge's {over[0]}; rl-submit --resume goes on with as much again")
-        known.num_calls += 1
+        for name, spent in (("max_calls", self._num_calls), ("max_tokens", self._num_tokens)):
+            if (limit := getattr(self, name)) is not None and spent >= limit:
+                error = StopTrialError if self.when_spent == "stop" else BudgetSpentError
+                told = f"the judge's {name} is {limit}, and so many were spent"
+                raise error(f"{told}; rl-submit --resume goes on with as much again")
+        self._num_calls += 1

@@ -110,7 +110,12 @@ class Host:
 
     def record(self) -> dict[str, str | int]:
         """By which the manager finds it."""
-        return {"url": self.url, "control": self.control, "incarnation": self.control, "place": self.updates.place}
+        return {
+            "url": self.url,
+            "control": self.control,
+            "incarnation": self.control,
+            "place": self.updates.staging.place,
+        }
 
     def content(self) -> dict[str, bytes]:
         """What its server was given."""
