@@ -155,8 +155,7 @@ class ChatRenderer:
         Raises:
             ValueError: if the template refuses it, or leaves something of it out.
         """
-        # A template writes <bos> itself, or the model wants none.
-        return encode_answer(self.tokenizer, self._asked(plain_messages(messages), tools=tools))
+        return self._encode(self._asked(plain_messages(messages), tools=tools))
 
     def render_learned(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), num_given: int = 0
@@ -216,7 +215,7 @@ class ChatRenderer:
                     name, call_id = call["function"]["name"], call.get("id", "")
                     following = {"role": "tool", "tool_call_id": call_id, "name": name, "content": SAID}
                 longer = self.template.render([*plain, following], tools=tools, asks=False).removeprefix(text)
-                next_ids = encode_answer(self.tokenizer, longer)
+                next_ids = self._encode(longer)
                 ids.append(next((token for token in next_ids if token in self.stop_token_ids), self.stop_token_ids[0]))
             end = ends[0][1] if ends else len(text)
             if not _is_said(message, text[start:end]):
@@ -275,7 +274,7 @@ class ChatRenderer:
             begun = asked.removeprefix(self.template.render(before, tools=tools, asks=False)) if history else ""
             if (end in said) != (end in (sampled.rpartition(begun)[2] if begun else sampled)):
                 return None  # a block without any reasoning, which the template leaves out or puts in
-        behind = encode_answer(self.tokenizer, text[said_to:])
+        behind = self._encode(text[said_to:])
         if stopped and ids[-1] in self.stop_token_ids:
             # An answer that ended in another way than the template ends it is not what the template would write.
             return [*ids, *behind[1:]] if behind[0] == ids[-1] else None
@@ -363,6 +362,10 @@ class ChatRenderer:
         other = self.template.render([*plain[:number], message, *plain[number + 1 :]], tools=tools, asks=False)
         first = len(os.path.commonprefix([text, other]))
         return first, max(first, len(text) - len(os.path.commonprefix([text[::-1], other[::-1]])))
+
+    def _encode(self, text: str) -> list[int]:
+        """A template writes <bos> itself, or the model wants none."""
+        return encode_answer(self.tokenizer, text)
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
