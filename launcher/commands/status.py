@@ -89,13 +89,14 @@ def status(
 def _with_times(look: Callable[[], str], timeline: Path, *, most: int | None) -> str:
     """The page, and below it where the time of the last steps went: `most` sentences, the largest share first."""
     from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.status.text import fold
     from corral.launcher.timeline.sentence import said_of_latest
 
     try:
         said = PatientFiles().run(lambda: said_of_latest(timeline), timeline)
     except TimeoutError as error:
         said = [str(error)]
-    return "\n".join([look(), *(f"time       {line}" for line in said[:most])])
+    return "\n".join([look(), *(fold(f"time       {line}", terminal_width()) for line in said[:most])])
 
 
 def _check(facts: "TrialFacts") -> None:

@@ -87,7 +87,7 @@ def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = Fals
     """
     lines = _headline(status, colour=colour, width=width)
     if status.note:
-        lines.append(f"  {printable(status.note)}")
+        lines.append(fold(f"  {printable(status.note)}", width))
     if wide:
         lines.append(render_workers(status.workers, colour=colour, width=width))
     else:

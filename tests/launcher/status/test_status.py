@@ -224,6 +224,13 @@ def test_a_long_note_goes_on_below_itself() -> None:
     assert " ".join(line.strip() for line in below[3:]) == status.note
 
 
+def test_the_note_of_a_trial_is_broken_where_the_terminal_ends() -> None:
+    status = dataclasses.replace(describe(HEALTHY), note="model /m cannot be read any more; put it back " * 6)
+    lines = render_trial(status, width=80).splitlines()
+    assert max(map(len, lines[:6])) <= 80 and lines[2].startswith("  ")
+    assert lines[1].startswith("  model /m cannot be read any more")
+
+
 def test_a_bar_takes_the_room_that_the_words_leave() -> None:
     status = dataclasses.replace(describe(HEALTHY), step=5, total_steps=10)
     assert progress_bar(status, room=100) == f"[{'=' * 12}{' ' * 12}] "
