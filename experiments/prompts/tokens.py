@@ -6,7 +6,7 @@ answer ──► answer tokens, end of answer nothing in between: the answer con
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +69,23 @@ def encoded(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> A
     if len(text) > _LONG_TEXT:
         return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
     return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def longest_text(tokenizer: Any, max_tokens: int) -> int:
+    """The characters that so many tokens stand for at most."""
+    return max_tokens * max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+
+
+def is_longer(asked: object, most: int) -> bool:
+    """Whether a text, or all texts in a list or mapping of any depth, have more characters than `most`."""
+    left, size = [asked], 0
+    while left and size <= most:
+        one = left.pop()
+        if isinstance(one, str):
+            size += len(one)
+        elif isinstance(one, Mapping | list | tuple):
+            left += one.values() if isinstance(one, Mapping) else one
+    return size > most
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], *, ends: Collection[int] = ()) -> str:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from corral.experiments.prompts.row_prompts import is_ids
-from corral.experiments.prompts.tokens import answer_text, encode_answer, encode_prompt
-from corral.workers.agents.contract import Message, ToolCall, Turn, Words
+from corral.experiments.prompts.tokens import answer_text, encode_answer, encode_prompt, is_longer, longest_text
+from corral.workers.agents.contract import EpisodeEndedError, Message, ToolCall, Turn, Words
 
 if TYPE_CHECKING:
     from corral.experiments.prompts.chat import ChatRenderer  # whose Jinja only the process of agents needs
@@ -42,14 +42,23 @@ class Point:
 class ModelLanguage:
     """Of one model."""
 
-    def __init__(self, tokenizer: Any, *, stop_token_ids: Collection[int], renderer: "ChatRenderer | None") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        stop_token_ids: Collection[int],
+        renderer: "ChatRenderer | None",
+        max_tokens: int | None = None,
+    ) -> None:
         """
         Args:
+            max_tokens: of a sequence; None knows no limit.
             tokenizer: of `tokenizers`.
             stop_token_ids: a last token that is one of them is not part of an answer's text.
             renderer: None for a model without a chat template, to which messages cannot be said.
         """
         self._tokenizer, self._renderer = tokenizer, renderer
+        self._longest_text = None if max_tokens is None else longest_text(tokenizer, max_tokens)
         self._stop_token_ids = frozenset((*stop_token_ids, *self.ends))
 
     def go_on(self, point: Point, words: Words, *, tools: Sequence[Mapping[str, Any]]) -> Point:
@@ -58,8 +67,11 @@ class ModelLanguage:
         Text in the middle of a sequence has no special tokens.
 
         Raises:
+            EpisodeEndedError: if the words are longer than a sequence; nobody makes tokens of them then.
             ValueError: for messages, if the model has no template, or nobody knows what was said before in messages.
         """
+        if self._longest_text is not None and is_longer(words, self._longest_text):
+            raise EpisodeEndedError("length", f"no sequence has room for more than {self._longest_text} characters")
         history, known = point.history, point.conversation
         if isinstance(words, str):
             ids = encode_answer(self._tokenizer, words) if history else encode_prompt(self._tokenizer, words)

@@ -97,11 +97,16 @@ class Session:
             tools: schemas that the template shows the model, if the history begins here.
 
         Raises:
+            EpisodeEndedError: if the words alone are longer than a sequence may be.
             ValueError: for messages, if the model has no chat template.
         """
         self._tools = tools or self._tools
         if words:
-            self._point = self._language.go_on(self._point, words, tools=self._tools)
+            try:
+                self._point = self._language.go_on(self._point, words, tools=self._tools)
+            except EpisodeEndedError as error:
+                self.record.ended = error.reason
+                raise
 
     async def generate(
         self,

@@ -16,7 +16,7 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from aiohttp import web
 
 from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.row_prompts import is_ids
-from corral.experiments.prompts.tokens import answer_text, encode_prompt, first_place
+from corral.experiments.prompts.tokens import answer_text, encode_prompt, first_place, is_longer, longest_text
 from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.episodes.log import Turn
 from corral.workers.episodes.turn_request import EpisodeEndedError, RequestRefusedError, TurnRequest
@@ -114,7 +114,7 @@ class ModelEndpoint:
         self._vocabulary_size = vocabulary_size
         self._max_model_len = max_model_len
         self._special_ids = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
-        self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
+        self._longest_text = longest_text(tokenizer, max_model_len)
         self._episodes: dict[str, _Episode] = {}
         self._guard = GuardedListener()
         self._runner: web.AppRunner | None = None
@@ -238,7 +238,7 @@ class ModelEndpoint:
 
     async def _generate(self, request: web.Request) -> web.Response:
         episode = self._episode_of(request)
-        asked = parse(await request.read(), GenerateRequest)
+        asked = await asyncio.to_thread(parse, await request.read(), GenerateRequest)
         params = asked.params
         ends, temperature = params.stop_token_ids or (), params.own_temperature
         turn = await self._turn(episode, asked.token_ids, params, stop_token_ids=ends, temperature=temperature)
@@ -255,17 +255,9 @@ class ModelEndpoint:
         return episode
 
     def _check_size(self, asked: object) -> None:
-        """ApiError if the texts in it have more bytes than the tokens that fit: nobody makes tokens of them then."""
-        left, most = [asked], self._max_model_len * self._longest_token
-        size = 0
-        while left and size <= most:
-            one = left.pop()
-            if isinstance(one, str):
-                size += len(one)  # characters, of one byte or more
-            elif isinstance(one, Mapping | list):
-                left += one.values() if isinstance(one, Mapping) else one
-        if size > most:
-            raise self._too_long(f"more than {most} bytes of text")
+        """ApiError if the texts in it are longer than all tokens that fit: nobody makes tokens of them then."""
+        if is_longer(asked, self._longest_text):
+            raise self._too_long(f"more than {self._longest_text} characters of text")
 
     def _too_long(self, what: str) -> ApiError:
         limit = f"prompt and answer have at most {self._max_model_len} tokens"
@@ -318,6 +310,8 @@ class ModelEndpoint:
             return await handler(request)
         except ApiError as error:
             refused = error
+        except web.HTTPRequestEntityTooLarge:
+            refused = self._too_long(f"a request of more than {_MAX_BODY_BYTES} bytes")
         except web.HTTPException as error:
             here = ", ".join(str(resource.canonical) for resource in request.app.router.resources())
             words = f"{error.reason}: {request.method} {request.path}; what is answered here is {here}"

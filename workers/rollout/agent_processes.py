@@ -28,7 +28,7 @@ from corral.workers.rollout.programs import Program, Started
 from corral.workers.rollout.reward_processes import ending
 from corral.workers.streams.closing import cancel
 from corral.workers.user_code.agent_host import LARGEST_LINE, MARK_BYTES, Done
-from corral.workers.user_code.blame import printable
+from corral.workers.user_code.blame import LONGEST_NAME, printable
 
 logger = logging.getLogger(__name__)
 
@@ -133,8 +133,8 @@ class _Process:
     def _take(self, message: dict[str, Any]) -> None:
         if "done" in message:
             done = msgspec.convert(message, Done)
-            done.ended, done.error = printable(done.ended), done.error and done.error.printable()
-            done.metrics = {printable(name): number for name, number in done.metrics.items()}
+            done.ended, done.error = printable(done.ended[:LONGEST_NAME]), done.error and done.error.printable()
+            done.metrics = {printable(name[:LONGEST_NAME]): number for name, number in done.metrics.items()}
             run = self.runs.pop(done.done, None)
             if run is not None and not run.outcome.done():
                 run.outcome.set_result(done)

@@ -83,6 +83,7 @@ async def open_player(
         template_arguments=prompts.template_arguments,
         timeout_s=config.agent_timeout_s,
         curtain=judge.curtain,
+        max_tokens=config.episode.max_tokens,
     )
     if config.environment is not None:
         program = EnvironmentProgram(config.environment, config, planned=planned, curtain=judge.curtain)

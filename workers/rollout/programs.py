@@ -79,9 +79,11 @@ class AgentProgram:
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
         timeout_s: float,
         curtain: Curtain,
+        max_tokens: int | None = None,
     ) -> None:
         """
         Args:
+            max_tokens: `rollout.episode.max_tokens`.
             model: folder with the tokenizer.
             template_arguments: `dataset.chat_template_kwargs`.
             timeout_s: `rollout.agent_timeout_s`.
@@ -89,7 +91,7 @@ class AgentProgram:
         self._curtain = curtain
         self.name = f"agent {agent}"
         arguments = dict(template_arguments)
-        self._setup = Setup(agent, dict(settings), str(model), timeout_s, os.getpid(), -1, -1, arguments)
+        self._setup = Setup(agent, dict(settings), str(model), timeout_s, os.getpid(), -1, -1, arguments, max_tokens)
         self.beat_s = self._setup.beat_s
 
     def prepare(self, channel: int, mark: int) -> Started:

@@ -53,7 +53,7 @@ from corral.workers.agents.language import ModelLanguage
 from corral.workers.agents.session import Session
 from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.agent_run import AgentRun, blocking_interrupted
-from corral.workers.user_code.blame import describe_error, printable, users_traceback
+from corral.workers.user_code.blame import LONGEST_CAUSE, describe_error, printable, users_traceback
 from corral.workers.user_code.loading import load_callable
 from corral.workers.user_code.trials import checked_reward
 
@@ -61,7 +61,6 @@ T = TypeVar("T")
 
 LARGEST_LINE = 2**26  # bytes of a message: a task's row and its prompt's tokens
 MARK_BYTES = 8
-_LONGEST_CAUSE, _LONGEST_TRACEBACK = 2000, 8000  # characters
 _MOST_NOTES = 64  # numbers of an episode
 _WINDS_PER_TIMEOUT = 10  # so much later than its timeout, at most, an agent that blocks is interrupted
 _LONGEST_BEAT_S = 5.0
@@ -85,6 +84,8 @@ class Setup(msgspec.Struct):
     """Descriptor of the memory that it shares with the worker."""
     template_arguments: dict[str, Any] = {}
     """`dataset.chat_template_kwargs`."""
+    max_tokens: int | None = None
+    """`rollout.episode.max_tokens`."""
 
     @property
     def beat_s(self) -> float:
@@ -153,7 +154,9 @@ class Host:
         self._agent, self._setup = agent, setup
         tokenizer = load_tokenizer(model)
         renderer = find_renderer(model, tokenizer, arguments=setup.template_arguments)
-        self._language = ModelLanguage(tokenizer, stop_token_ids=eos_token_ids(model), renderer=renderer)
+        self._language = ModelLanguage(
+            tokenizer, stop_token_ids=eos_token_ids(model), renderer=renderer, max_tokens=setup.max_tokens
+        )
         self._runs: dict[int, asyncio.Task[None]] = {}
         self._judged: dict[int, asyncio.Future[float]] = {}
         self._calls = itertools.count()
@@ -272,12 +275,8 @@ def _outcome_of(returned: Any) -> Outcome:
 def _fault(error: BaseException) -> Fault:
     kinds = {JudgeError: "reward_error", RefusedError: "request_refused"}
     kind = next((kinds[cause] for cause in kinds if isinstance(error, cause)), "agent_error")
-    cause = describe_error(error) if kind == "agent_error" else str(error)
-    return Fault(
-        kind,
-        printable(cause)[:_LONGEST_CAUSE],
-        users_traceback(error)[-_LONGEST_TRACEBACK:],
-    )
+    cause = describe_error(error) if kind == "agent_error" else printable(str(error)[:LONGEST_CAUSE])
+    return Fault(kind, cause, users_traceback(error))
 
 
 def main(argument: str) -> None:

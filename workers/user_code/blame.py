@@ -12,11 +12,17 @@ from types import FrameType
 # Not resolved: frames name their files as they were imported.
 _OURS = {Path(__file__).parents[2] / folder for folder in ("experiments", "name_resolve", "scheduling", "workers")}
 _OURS.add(Path(os.__file__).parent / "asyncio")  # it runs what is async, and is not what was written
+# Characters: user code may say and raise a text of any size.
+LONGEST_CAUSE, LONGEST_NAME, _LONGEST_TRACEBACK = 2000, 200, 8000
 
 
 def describe_error(error: BaseException) -> str:
     """One line for ledgers and logs: "KeyError: 'answer' (my_rewards.py:12)"."""
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # the error is the user's code, too
+        text = "an error whose text cannot be shown"
+    what = f"{type(error).__name__}: {text[:LONGEST_CAUSE]}" if text else type(error).__name__
     place = place_of(error)
     return printable(f"{what} ({place})" if place else what)
 
@@ -53,11 +59,12 @@ def watched(timeout_s: float, tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def users_traceback(error: BaseException) -> str:
-    """As Python prints it, from the user's first line on, if it came through any."""
+    """As Python prints it, from the user's first line on, if it came through any; the end of what is long."""
     trace = error.__traceback__
     while trace is not None and not _is_users(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    return printable("".join(traceback.format_exception(type(error), error, trace or error.__traceback__)))
+    lines = traceback.format_exception(type(error), error, trace or error.__traceback__)
+    return printable("".join(line[:LONGEST_CAUSE] for line in lines)[-_LONGEST_TRACEBACK:])
 
 
 def shown_path(file: str) -> str:

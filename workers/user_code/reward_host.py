@@ -34,7 +34,6 @@ from corral.workers.user_code.blame import describe_error, standing_in, users_tr
 from corral.workers.user_code.loading import configured, load_callable
 from corral.workers.user_code.trials import Judged, Takes, as_taken, cause_of, checked_rewards, is_async, what_it_takes
 
-_LONGEST_CAUSE = 8192  # characters: a word of the host is one packet
 _BLOCKED_AFTER_S = 0.5  # beyond its deadline: what awaits is cancelled at it, so what is left blocks its loop
 
 
@@ -100,7 +99,7 @@ def main(import_path: str, descriptor: int, *, settings: str = "{}", is_hidden: 
         if form.needs_sandbox and not is_hidden and (reason := why_no_sandbox()):
             form.error = f"{import_path} runs in a sandbox, and {socket.gethostname()} can make none: {reason}"
     except BaseException as error:
-        form = Form(error=f"{import_path} cannot be imported: {describe_error(error)}"[:_LONGEST_CAUSE])
+        form = Form(error=f"{import_path} cannot be imported: {describe_error(error)}")
     try:
         worker.send(msgspec.msgpack.encode(form))
         while not form.error:

@@ -15,11 +15,12 @@ import numpy as np
 from corral.experiments.inputs.users_code import TriedRow
 from corral.workers.agents.contract import Episode
 from corral.workers.data.side_numbers import side_number
-from corral.workers.user_code.blame import describe_error, printable, shown_path
+from corral.workers.user_code.blame import LONGEST_NAME, describe_error, printable, shown_path
 
 Takes = Literal["answer", "answers", "episodes"]
 
 _MOST_SAID = 8192  # characters; `words` of a part of the reward asks for no more
+_MOST_NUMBERS = 1024  # beside a reward: each has a mean in metrics.jsonl
 _SHARE = 4  # of a deadline, after which no further answer is tried
 _ODD_ANSWERS = ("", "####", "#### ,", "\\boxed{}", "-", "\u0664\u2212 \u7b54\u6848", "so it is " * 1000)
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32 in a sample
@@ -100,7 +101,9 @@ def checked_rewards(
 
 
 def _judged(reward: float, statistics: Any) -> Judged:
-    numbers = {printable(str(name)): number for name, number in statistics.items()}
+    if len(statistics) > _MOST_NUMBERS:
+        raise ValueError(f"a reward has at most {_MOST_NUMBERS} numbers beside it, got {len(statistics)}")
+    numbers = {printable(str(name)[:LONGEST_NAME]): number for name, number in statistics.items()}
     said = printable(numbers.pop("said")[-_MOST_SAID:]) if isinstance(numbers.get("said"), str) else ""
     return Judged(reward, {name: side_number(number) for name, number in numbers.items()}, said)
 

@@ -469,6 +469,18 @@ def test_a_text_that_cannot_fit_is_refused_before_it_becomes_tokens(
     play(tmp_path, "qwen", [[1]], program)
 
 
+def test_a_request_that_is_too_large_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        client = rig.program(rig.endpoint.open_episode(rig.session()))
+        with pytest.raises(openai.BadRequestError, match="a request of more than 1000 bytes leave no room") as refused:
+            await client.completions.create(model="any", prompt=[5] * 1000)
+        assert refused.value.code == "context_length_exceeded"
+        assert not server.bodies
+
+    monkeypatch.setattr(endpoint, "_MAX_BODY_BYTES", 1000)
+    play(tmp_path, "qwen", [[1]], program)
+
+
 def test_a_prompt_that_takes_long_to_read_holds_up_no_other_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,28 @@ async def fails_with_half_a_surrogate(task: Task, session: Session) -> None:
     raise KeyError("\ud800")
 
 
+class UnshowableError(RuntimeError):
+    """Its text is a mistake, too."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+async def says_too_much(task: Task, session: Session) -> Any:
+    """In a text that no sequence has room for, in a name, and in errors."""
+    await session.generate()
+    match task["id"]:
+        case "0":
+            await session.say([{"role": "user", "content": "1+" * 1000}])
+        case "1":
+            return Outcome(1.0, metrics={"m" * 10_000: 1.0})
+        case "2":
+            raise ValueError("y" * 10_000_000)
+        case "3":
+            raise UnshowableError
+    return 1.0
+
+
 async def asks_for_ever(task: Task, session: Session) -> None:
     while True:
         await session.generate()

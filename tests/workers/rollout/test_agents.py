@@ -304,6 +304,21 @@ def test_a_report_of_any_size_fails_its_episode_alone_and_says_so(tmp_path: Path
     assert outcomes["1"] == "finished"
 
 
+def test_what_an_agent_says_too_much_of_costs_its_episode_alone(tmp_path: Path) -> None:
+    rollout = plays("says_too_much", episode={"max_tokens": 64})
+    with RolloutRig(tmp_path, ["1+2="] * 5, rollout=rollout, group_size=1) as rig:
+        rig.run_until(lambda: len(rig.received) == 5, "all prompts")
+    outcomes, headers = rig.outcomes(), {header.uid.partition("#")[0]: header for header in rig.received}
+    assert [outcomes[number] for number in ("0", "1", "4")] == ["finished"] * 3
+    assert (
+        headers["0:0"].scalars["episode/ended/length"] == 1.0 and headers["0:4"].scalars["episode/ended/length"] == 0.0
+    )
+    assert headers["0:1"].scalars["notes/" + "m" * 200] == 1.0
+    assert outcomes["2"].startswith("agent_error: ValueError: yyyy")
+    line = some_agents.says_too_much.__code__.co_firstlineno + 11
+    assert outcomes["3"] == f"agent_error: UnshowableError: an error whose text cannot be shown ({FILE}:{line})"
+
+
 def test_half_of_a_surrogate_pair_is_replaced_in_every_text_that_an_agent_reports(tmp_path: Path) -> None:
     rig, _ = one_group(tmp_path, plays("says_half_surrogates"))
     scalars = rig.received[0].scalars

@@ -126,6 +126,15 @@ class SaysHalfSurrogates(FrozenConfig):
         return 1.0, {"said": "bad \ud800"} if self.how == "said" else {"n\ud800": 1.0}
 
 
+class SaysMuch(FrozenConfig):
+    how: str
+
+    def __call__(self, problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, Any]]:
+        if self.how == "raise":
+            raise ValueError("y" * 10_000_000)
+        return 1.0, {"n" * 10_000: 1.0} if self.how == "name" else {f"n{number}": 1.0 for number in range(1025)}
+
+
 class Scales(FrozenConfig):
     factor: float
 
@@ -430,6 +439,18 @@ def test_a_process_that_died_with_a_call_unread_is_not_alive() -> None:
     theirs.close()  # unread, so that the kernel resets the connection
     assert not reward_processes._Process(0, ours, ours).is_alive
     ours.close()
+
+
+def test_what_a_reward_says_is_cut_and_too_many_numbers_are_refused(judges: Any) -> None:
+    def judge(how: str) -> Any:
+        part = {"much": {"function": f"{HERE}:SaysMuch", "settings": {"how": how}}}
+        return asyncio.run(judges(part).judge({}, [ANSWER]))[0]
+
+    assert judge("name").statistics["reward/part/much/" + "n" * 200] == 1.0
+    with pytest.raises(RewardFailedError, match=r"last: ValueError: y{2000} \(test_judging.py:\d+\)$"):
+        judge("raise")
+    with pytest.raises(RewardFailedError, match="at most 1024 numbers beside it, got 1025"):
+        judge("many")
 
 
 @pytest.mark.parametrize("how", ["raise", "said", "name"])
