@@ -453,7 +453,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_becomes_tokens(
 
     async def program(rig: Rig, server: ScriptedServer) -> None:
         client = rig.program(rig.endpoint.open_episode(rig.session()))
-        monkeypatch.setattr(chat, "encoded", encode)
+        monkeypatch.setattr(chat, "encode_answer", encode)
         monkeypatch.setattr(endpoint, "encode_prompt", encode)
         messages: Any = [{"role": "user", "content": "1+" * (100_000 // num_messages)}] * num_messages
         for asked in (
