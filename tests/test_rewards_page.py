@@ -59,7 +59,7 @@ def test_a_reward_may_return_other_numbers_besides() -> None:
         with pytest.raises((TypeError, ValueError, AttributeError)):
             checked_rewards(score, wrong, 1)
     try_reward(score, TRIED)
-    with pytest.raises(UnfitError, match="a reward is a finite number"):
+    with pytest.raises(UnfitError, match="a reward is a finite float32 number"):
         try_reward(lambda problem, answer: (1.0, [3]), TRIED)
 
 

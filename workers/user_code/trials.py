@@ -94,7 +94,7 @@ def checked_rewards(
             return rewards
         rule = f"a reward of groups returns one number for each answer, got {len(rewards)} for {num_answers}"
     except (AttributeError, TypeError, ValueError) as error:
-        rule = str(error) if is_of_groups else rule
+        rule = str(error) if is_of_groups or isinstance(error, UnfitError) else rule
     # The type of what is no number: prompts that were dropped are counted by these words.
     shown = repr(value) if value is None or isinstance(value, int | float) else f"a {type(value).__name__}"
     raise UnfitError(f"{_where(reward)}: {_name(reward)} returned {shown}, and {rule}")
@@ -102,7 +102,7 @@ def checked_rewards(
 
 def _judged(reward: float, statistics: Any) -> Judged:
     if len(statistics) > _MOST_NUMBERS:
-        raise ValueError(f"a reward has at most {_MOST_NUMBERS} numbers beside it, got {len(statistics)}")
+        raise UnfitError(f"a reward has at most {_MOST_NUMBERS} numbers beside it, got {len(statistics)}")
     numbers = {printable(str(name)[:LONGEST_NAME]): number for name, number in statistics.items()}
     said = printable(numbers.pop("said")[-_MOST_SAID:]) if isinstance(numbers.get("said"), str) else ""
     return Judged(reward, {name: side_number(number) for name, number in numbers.items()}, said)

@@ -47,6 +47,9 @@ class Rig:
         self.trial.create()
         self.trial.start_attempt_logs(0)
         TrialSecrets.create(self.trial.secrets_path)
+        (folder / "model").mkdir(exist_ok=True)
+        if not (config := folder / "model" / "config.json").exists():
+            config.write_text("{}")
         spec = server_spec("sglang", folder / "model", **{"python": str(python), **sglang})
         self.plan = make_plan(self.trial.path, model_workers=1).model_copy(update={"workers": [spec]})
         self.keys = TrialKeys(self.plan.trial.uuid)
