@@ -76,6 +76,7 @@ def test_every_program_is_tried_that_a_process_of_corral_starts() -> None:
     of_people = {
         "corral.experiments.recipes.ask_calculator",
         "corral.workers.algorithms.check",
+        "corral.workers.master.audit",
     }
     started_by_others = {"corral.launcher.runners.guard", "corral.workers.generation.sglang_entry"}
     assert programs - of_people - started_by_others == set(PROGRAMS)

@@ -79,7 +79,7 @@ def check_every_sample_was_consumed_once(trial: Trial) -> None:
 
 def audited(trial: Trial) -> str:
     """What the audit command says of it."""
-    command = [sys.executable, str(Path(__file__).parents[2] / "benchmarks" / "audit.py"), str(trial.directory.path)]
+    command = [sys.executable, "-m", "corral.workers.master.audit", str(trial.directory.path)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 

@@ -1,6 +1,6 @@
 """What a trial has consumed, held against the order of its seed: printed for whoever wants to see that nothing is lost.
 
-    python benchmarks/audit.py TRIAL_DIRECTORY
+python -m corral.workers.master.audit TRIAL
 
 the commits' ledgers ──► prompts in the order in which they were consumed ──┐
 the data, seed, shares ──► prompts in the order in which they are issued ───┴──► skipped, repeated, in order

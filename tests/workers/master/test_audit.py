@@ -1,7 +1,7 @@
 """The audit of a trial: what was consumed, against what was issued."""
 
-from benchmarks.audit import audit, skipped_draws
 from corral.workers.checkpoint.ledger import Ledger, LedgerDelta, numbers_of
+from corral.workers.master.audit import audit, skipped_draws
 
 ISSUED = ["0:a", "0:b", "0:c", "0:d"]
 
