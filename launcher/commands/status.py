@@ -105,9 +105,9 @@ def _check(facts: "TrialFacts") -> None:
     from corral.launcher.terminal import printable
 
     (status,) = polite_reader().read([facts])
-    found = [one for one in [*status.findings, *status.watch] if one.is_alarm or one in status.watch]
+    found = [*(finding for finding in status.findings if finding.is_alarm), *status.watch]
     said = [f"{status.state}: {status.note}"] if status.state in IN_TROUBLE else []
-    said += [f"step {one.step}: {one.text}; {one.details}" for one in found]
+    said += [f"step {finding.step}: {finding.text}; {finding.details}" for finding in found]
     for line in said:
         print(printable(line))
     if said:

@@ -106,7 +106,8 @@ class RolloutWorker(Worker):
         self._no_server = ""
         """Why no server may answer, as the manager said last."""
         self._has_reported = asyncio.Event()
-        """No report is on its way: what one says to be here has not ended for the manager before it is taken in."""
+        """Set while no report is on its way. The manager hears of an end after the report that still names the prompt:
+        in the other order it would count the prompt as held for good."""
         self._verdicts: asyncio.Queue[tuple[str, Outcome]] = asyncio.Queue()
         self._servers = context.workers("generation_server")
         self._server_by_url: dict[str, str] = {}
