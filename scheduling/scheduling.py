@@ -52,7 +52,7 @@ def _word(rule: str) -> AfterValidator:
         if value is not None:
             check_plain_text(value, what=str(info.field_name))
             if not pattern.fullmatch(value):
-                raise ValueError(f"{info.field_name} {value!r} must match {rule}")
+                raise ValueError(f"{info.field_name} {value!r} has another form than SLURM reads; it must match {rule}")
         return value
 
     return AfterValidator(check)

@@ -64,7 +64,10 @@ def test_what_only_other_experiments_have_does_not_disturb_this_one(experiment: 
     [
         ("cluster:\n  fileroot: x\n  max_node: 3\n", ["unknown key 'max_node'", "profile.yaml:3", "'max_nodes'"]),
         ("launch:\n  account: 7\n", ["launch.account", "text", "profile.yaml:2"]),
-        ('seed: 1\nlaunch:\n  begin: "now; ls"\n', ["launch.begin", "now; ls", "profile.yaml:3"]),
+        (
+            'seed: 1\nlaunch:\n  begin: "now; ls"\n',
+            ["launch.begin", "begin 'now; ls' has another form", "hint: it must match", "profile.yaml:3"],
+        ),
         ("supervison: {}\n", ["unknown key 'supervison'", "profile.yaml:1", "'supervision'"]),
         ("launch: {}\nname: all\n", ["may not set 'name'", "profile.yaml:2", "experiment file"]),
         ("launch: [\n", ["not valid YAML", "profile.yaml:2"]),
