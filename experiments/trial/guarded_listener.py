@@ -1,8 +1,9 @@
-"""A TCP listener whose descriptors strangers cannot use up: what connects has to show its key soon.
+"""Ports whose descriptors strangers cannot use up: what connects has to show its key soon.
 
-    accept ──► unproven ──prove(transport)──► kept for as long as it lasts
+    GuardedListener accepts, or another library does
+       └─add─► unproven ──prove, forget──► kept for as long as it lasts
                   ├── not proven within `timeout_s` ──────────────► closed
-                  └── there are more than `most` of them ─────────► the oldest one of the busiest peer is closed
+                  └── there are too many of them ─────────────────► the oldest one of the busiest peer is closed
 
 A peer is a user of this host, if the kernel knows the owner of the other end, or else an address: who floods the port
 loses connections of its own. Connections of this user and of root have the deadline, and no bound: both could do worse.
@@ -35,13 +36,78 @@ _SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _LISTENING = 10  # linux/include/net/tcp_states.h
 
 
-@dataclass(eq=False, slots=True)
-class _Unproven:
+@dataclass(frozen=True, slots=True)
+class _Connection:
     peer: int | str | None
     """A user's id, or an address; None: this user or root."""
-    timer: asyncio.TimerHandle
-    opening: "asyncio.Task[None] | None" = None
-    transport: asyncio.BaseTransport | None = None
+    close: Callable[[], bool]
+    timer: asyncio.TimerHandle | None
+
+
+class Unproven:
+    """Connections to one port on the running loop that have shown no key."""
+
+    refused: ClassVar[Counter[int]] = Counter()
+    """Connections that this process's open ports closed without a proof, by port."""
+
+    def __init__(self, port: int, *, timeout_s: float | None) -> None:
+        """timeout_s: after which a connection is closed; None for no such limit."""
+        self._port = port
+        self._timeout_s = timeout_s
+        self._most = most_unproven()
+        self._connections: dict[Any, _Connection] = {}
+        """The oldest first."""
+        self._of_peer = Counter[int | str]()
+        self._kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG)
+        self._kernel.settimeout(_PAUSE_S)
+        self._told = 0.0
+
+    def add(self, key: Any, connection: socket.socket, other_end: Any, close: Callable[[], bool]) -> None:
+        """A connection is there; an earlier one of the same key has ended.
+
+        Args:
+            other_end: address and port.
+            close: ends it, and says whether it was still open.
+        """
+        self.forget(key)
+        owner = owner_of_other_end(self._kernel, connection, other_end)
+        peer = other_end[0] if owner is None else None if owner in (0, os.getuid()) else owner
+        if peer is not None:
+            if self._of_peer.total() >= self._most:
+                busiest = self._of_peer.most_common(1)[0][0]
+                self._refuse(next(key for key, each in self._connections.items() if each.peer == busiest))
+            self._of_peer[peer] += 1
+        timer = None
+        if self._timeout_s is not None:
+            timer = asyncio.get_running_loop().call_later(self._timeout_s, self._refuse, key)
+        self._connections[key] = _Connection(peer, close, timer)
+
+    def forget(self, key: Any) -> _Connection | None:
+        """A connection has shown a key, or has ended."""
+        if (connection := self._connections.pop(key, None)) is not None:
+            if connection.timer is not None:
+                connection.timer.cancel()
+            if connection.peer is not None:
+                self._of_peer -= Counter([connection.peer])
+        return connection
+
+    def close(self) -> None:
+        """Close them all; what is proven stays."""
+        for key in list(self._connections):
+            if (connection := self.forget(key)) is not None:
+                connection.close()
+        self._kernel.close()
+        self.refused.pop(self._port, None)
+
+    def _refuse(self, key: Any) -> None:
+        """Close a connection, and count it unless it has ended before."""
+        connection = self.forget(key)
+        if connection is None or not connection.close():
+            return
+        self.refused[self._port] += 1
+        if time.monotonic() - self._told >= _LOG_INTERVAL_S:
+            self._told = time.monotonic()
+            logger.warning("%s", told_refusals())
 
 
 class GuardedListener:
@@ -55,22 +121,9 @@ class GuardedListener:
         guard.close()
     """
 
-    refused: ClassVar[Counter[int]] = Counter()
-    """Connections that this process's open listeners closed without a proof, by port."""
-
-    def __init__(self, *, timeout_s: float = PROOF_TIMEOUT_S, most: int | None = None) -> None:
-        """
-        Args:
-            most: unproven connections of others at a time; None: as the limit of open files allows.
-        """
-        open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    def __init__(self, *, timeout_s: float = PROOF_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._most = most or min(_MOST_UNPROVEN, max(1, open_files // _DESCRIPTORS_EACH))
-        self._unproven: dict[Any, _Unproven] = {}
-        """By the address and port of the other end, the oldest first."""
-        self._of_peer = Counter[int | str]()
         self._listener: socket.socket | None = None
-        self._told = 0.0
 
     def listen(
         self, listener: socket.socket, factory: Callable[[], asyncio.BaseProtocol], *, tls: ssl.SSLContext | None = None
@@ -80,26 +133,22 @@ class GuardedListener:
         self._listener, self._factory, self._tls = listener, factory, tls
         self._port: int = listener.getsockname()[1]
         self._loop = asyncio.get_running_loop()
-        self._kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG)
-        self._kernel.settimeout(_PAUSE_S)
+        self._unproven = Unproven(self._port, timeout_s=self._timeout_s)
         self._loop.add_reader(listener, self._accept)
 
     def prove(self, transport: asyncio.BaseTransport | None) -> None:
         """Its other end has shown a key."""
         if transport is not None:
-            self._forget(transport.get_extra_info("peername"))
+            self._unproven.forget(transport.get_extra_info("peername"))
 
     def close(self) -> None:
         """Accept no more; what is proven stays."""
         if self._listener is None:
             return
         self._loop.remove_reader(self._listener)
-        for other_end in list(self._unproven):
-            self._end(other_end)
+        self._unproven.close()
         self._listener.close()
-        self._kernel.close()
         self._listener = None
-        self.refused.pop(self._port, None)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
@@ -124,57 +173,43 @@ class GuardedListener:
 
     def _take(self, connection: socket.socket, other_end: Any) -> None:
         connection.setblocking(False)
-        owner = owner_of_other_end(self._kernel, connection, other_end)
-        peer = other_end[0] if owner is None else None if owner in (0, os.getuid()) else owner
-        self._forget(other_end)  # an earlier connection from the same port has ended
-        if peer is not None:
-            if self._of_peer.total() >= self._most:
-                busiest = self._of_peer.most_common(1)[0][0]
-                self._refuse(next(end for end, each in self._unproven.items() if each.peer == busiest))
-            self._of_peer[peer] += 1
-        timer = self._loop.call_later(self._timeout_s, self._refuse, other_end)
-        self._unproven[other_end] = unproven = _Unproven(peer, timer)
-        unproven.opening = self._loop.create_task(self._open(connection, unproven))
-        unproven.opening.add_done_callback(lambda _: None if unproven.transport is not None else connection.close())
+        opening = self._loop.create_task(self._open(connection))
 
-    async def _open(self, connection: socket.socket, unproven: _Unproven) -> None:
+        def close() -> bool:
+            if not opening.done():
+                return opening.cancel()
+            if (transport := opening.result()) is None or transport.is_closing():
+                return False
+            transport.abort()
+            return True
+
+        def close_unopened(opening: "asyncio.Task[asyncio.Transport | None]") -> None:
+            if opening.cancelled() or opening.exception() is not None or opening.result() is None:
+                connection.close()
+
+        opening.add_done_callback(close_unopened)
+        self._unproven.add(other_end, connection, other_end, close)
+
+    async def _open(self, connection: socket.socket) -> asyncio.Transport | None:
         with suppress(OSError):  # it left, or is no client of ours
             timeout_s = self._timeout_s if self._tls is not None else None
-            unproven.transport, _ = await self._loop.connect_accepted_socket(
+            transport, _ = await self._loop.connect_accepted_socket(
                 self._factory, connection, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )
+            return transport
+        return None
 
-    def _refuse(self, other_end: Any) -> None:
-        """Close a connection that has not proven anything, and count it unless it has ended before."""
-        if not self._end(other_end):
-            return
-        self.refused[self._port] += 1
-        if time.monotonic() - self._told >= _LOG_INTERVAL_S:
-            self._told = time.monotonic()
-            logger.warning("%s", told_refusals())
 
-    def _end(self, other_end: Any) -> bool:
-        unproven = self._forget(other_end)
-        if unproven is None or unproven.opening is None:
-            return False
-        if isinstance(unproven.transport, asyncio.WriteTransport):
-            is_open = not unproven.transport.is_closing()
-            unproven.transport.abort()
-            return is_open
-        return unproven.opening.cancel()
-
-    def _forget(self, other_end: Any) -> _Unproven | None:
-        if (unproven := self._unproven.pop(other_end, None)) is not None:
-            unproven.timer.cancel()
-            if unproven.peer is not None:
-                self._of_peer -= Counter([unproven.peer])
-        return unproven
+def most_unproven() -> int:
+    """Connections without a key that a port keeps, as the limit of open files allows."""
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return min(_MOST_UNPROVEN, max(1, open_files // _DESCRIPTORS_EACH))
 
 
 def told_refusals() -> str:
     """What this process's listeners have refused, for people; "" for nothing."""
-    refused = GuardedListener.refused
-    return ", ".join(f"{number} connections from strangers refused at port {port}" for port, number in refused.items())
+    refused = list(Unproven.refused.items())  # several threads have ports
+    return ", ".join(f"{number} connections from strangers refused at port {port}" for port, number in refused)
 
 
 _SOCK_DIAG = 4  # linux/netlink.h

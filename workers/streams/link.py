@@ -83,7 +83,7 @@ class _Connection:
         if len(frames) > 1 or len(frames[0]) > 0:  # the rest are probes
             self._on_message([frame.buffer for frame in frames])
 
-    def _handle_event(self, event: int) -> None:
+    def _handle_event(self, event: int, _: int) -> None:
         if self.end.done():
             return
         if event == zmq.EVENT_CONNECTED:

@@ -9,14 +9,19 @@ peer that has spoken: with ROUTER_MANDATORY the send fails exactly for those tha
 
 import asyncio
 import logging
+import os
+import socket
 import time
 from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic
+from functools import partial
+from typing import Any, Generic
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from corral.experiments.trial.guarded_listener import Unproven
 from corral.workers.streams.codec import BodyT, Buffer, Message, MessageCodec
 from corral.workers.streams.errors import MalformedMessageError, PeerDeadError, StreamClosedError
 from corral.workers.streams.security import StreamSecurity
@@ -115,14 +120,61 @@ class SocketReader:
         self.look_again()
 
 
-def read_events(monitor: "zmq.Socket[bytes]", on_event: Callable[[int], None]) -> SocketReader:
-    """Calls `on_event` with everything that a socket monitor tells."""
+def read_events(monitor: "zmq.Socket[bytes]", on_event: Callable[[int, int], None]) -> SocketReader:
+    """Calls `on_event` with everything that a socket monitor tells: an event, and its number, such as a descriptor."""
 
     def deliver(frames: list[zmq.Frame]) -> None:
         if len(frames) == 2:
-            on_event(int(parse_monitor_message([frame.bytes for frame in frames])["event"]))
+            told = parse_monitor_message([frame.bytes for frame in frames])
+            on_event(int(told["event"]), told["value"])
 
     return SocketReader(monitor, deliver)
+
+
+class _Strangers:
+    """Connections that libzmq has accepted, by their descriptors, until a message comes: then their key was right.
+
+    libzmq closes no connection for us, but gives one up that is shut down. Its thread may close a descriptor at any
+    time, and the process may use the number again: so we shut down a copy, once its two ends say that it is the right
+    one. To make a copy takes no free descriptor.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        """endpoint: "tcp://10.0.0.7:45123"."""
+        self._unproven = Unproven(int(endpoint.rpartition(":")[2]), timeout_s=None)  # libzmq ends slow handshakes
+        self._copy = socket.socket(socket.AF_INET6 if "[" in endpoint else socket.AF_INET)
+        self._nothing = socket.socket()
+
+    def add(self, descriptor: int) -> None:
+        if (ends := self._make_copy(descriptor)) is not None:
+            self._unproven.add(descriptor, self._copy, ends[1], partial(self._hang_up, descriptor, ends))
+        self._drop_copy()
+
+    def forget(self, descriptor: int) -> None:
+        self._unproven.forget(descriptor)
+
+    def close(self) -> None:
+        self._unproven.close()
+        self._copy.close()
+        self._nothing.close()
+
+    def _hang_up(self, descriptor: int, ends: tuple[Any, Any]) -> bool:
+        if is_there := self._make_copy(descriptor) == ends:
+            with suppress(OSError):  # it has just ended
+                self._copy.shutdown(socket.SHUT_RDWR)
+        self._drop_copy()
+        return is_there
+
+    def _make_copy(self, descriptor: int) -> tuple[Any, Any] | None:
+        """Of a connection; both of its ends, None if it has ended."""
+        try:
+            os.dup2(descriptor, self._copy.fileno(), inheritable=False)
+            return self._copy.getsockname(), self._copy.getpeername()
+        except OSError:
+            return None
+
+    def _drop_copy(self) -> None:
+        os.dup2(self._nothing.fileno(), self._copy.fileno(), inheritable=False)
 
 
 class RouterEndpoint(Generic[BodyT]):
@@ -161,6 +213,7 @@ class RouterEndpoint(Generic[BodyT]):
         self._refused = Refusals(f"connections to the {purpose} socket")
         self._malformed = Refusals(f"malformed messages to the {purpose} socket")
         self._server = security.bind_router(address, roles=roles, purpose=purpose, bulk=bulk)
+        self._strangers = _Strangers(self._server.endpoint)
         self._reader = SocketReader(self._server.socket, self._deliver)
         self._monitor_reader = read_events(self._server.monitor, self._handle_event)
 
@@ -207,6 +260,7 @@ class RouterEndpoint(Generic[BodyT]):
             self._probe_timer.cancel()
         self._reader.close()
         self._monitor_reader.close()
+        self._strangers.close()
         self._security.release(self._server)
 
     def _deliver(self, frames: list[zmq.Frame]) -> None:
@@ -216,6 +270,8 @@ class RouterEndpoint(Generic[BodyT]):
             role = frames[-1].get("User-Id")
             assert isinstance(role, str)
             peer = self._peer_by_identity[identity] = Peer(identity, role)
+            self._monitor_reader.read()  # it was accepted before
+            self._strangers.forget(int(frames[-1].get(zmq.SRCFD)))
         if len(frames) < 2:
             return
         try:
@@ -223,8 +279,11 @@ class RouterEndpoint(Generic[BodyT]):
         except MalformedMessageError as error:
             self._malformed.note(f"of a {peer.role}: {error}")
 
-    def _handle_event(self, event: int) -> None:
-        if event == zmq.EVENT_DISCONNECTED:
+    def _handle_event(self, event: int, descriptor: int) -> None:
+        if event == zmq.EVENT_ACCEPTED:
+            self._strangers.add(descriptor)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._strangers.forget(descriptor)
             self._schedule_probes()
         elif event in (
             zmq.EVENT_HANDSHAKE_FAILED_AUTH,

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils import z85
 
+from corral.experiments.trial.guarded_listener import most_unproven
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.workers.streams.closing import Closing
 
@@ -39,27 +40,29 @@ BULK_MESSAGE_BYTES = 2**30
 _HANDSHAKE_TIMEOUT_MS = 5000
 _HEARTBEAT_INTERVAL_S = 10.0
 _HEARTBEAT_TIMEOUT_MS = 3000
+_MOST_BACKLOG = 100  # libzmq's own
 _LINGER_MS = 500  # a last reply still leaves; a dead peer does not hold us up
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
 _NUM_REQUEST_FRAMES = 7  # version, request id, domain, address, identity, mechanism, the CURVE public key
 
-_SERVER_EVENTS = (
+_ENDS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_CLIENT_EVENTS = _SERVER_EVENTS | zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_SERVER_EVENTS = _ENDS | zmq.EVENT_ACCEPTED
+_CLIENT_EVENTS = _ENDS | zmq.EVENT_CONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 @dataclass(frozen=True, slots=True)
 class MonitoredSocket:
     """A socket, and what tells of its connections.
 
-    Of a bound ROUTER, `monitor` says DISCONNECTED and HANDSHAKE_FAILED_*. A DEALER is for exactly one connection: when
-    `monitor` says that it ended, close this and connect anew.
+    Of a bound ROUTER, `monitor` says ACCEPTED, DISCONNECTED and HANDSHAKE_FAILED_*. A DEALER is for exactly one
+    connection: when `monitor` says that it ended, close this and connect anew.
     """
 
     socket: "zmq.Socket[bytes]"
@@ -190,6 +193,8 @@ class StreamSecurity(Closing):
         socket.setsockopt(zmq.ZAP_DOMAIN, domain)
         socket.setsockopt(zmq.HEARTBEAT_IVL, self._heartbeat_ms)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+        # libzmq accepts all at once, and `RouterEndpoint` ends what is too much a moment later.
+        socket.setsockopt(zmq.BACKLOG, min(_MOST_BACKLOG, most_unproven() // 2))
         monitor = self._monitor(socket, _SERVER_EVENTS)
         try:
             socket.bind(f"tcp://[{address}]:*" if is_ipv6 else f"tcp://{address}:*")

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from corral.experiments.trial import guarded_listener
-from corral.experiments.trial.guarded_listener import GuardedListener
+from corral.experiments.trial.guarded_listener import GuardedListener, Unproven
 
 STRANGER = 4711
 HOLDS = """
@@ -75,7 +75,7 @@ def test_what_shows_no_key_in_time_is_closed_and_counted_and_what_shows_one_stay
         writer.write(b"more")
         assert await reader.read(4) == b"more"
         writer.close()
-        assert GuardedListener.refused[port] == 1
+        assert Unproven.refused[port] == 1
         assert f"1 connections from strangers refused at port {port}" in guarded_listener.told_refusals()
 
     asyncio.run(at(GuardedListener(timeout_s=2.0), act))
@@ -85,6 +85,7 @@ def test_what_shows_no_key_in_time_is_closed_and_counted_and_what_shows_one_stay
 def test_a_stranger_who_floods_a_port_loses_connections_of_his_own(monkeypatch: pytest.MonkeyPatch) -> None:
     owners: list[int | None] = [None, *[STRANGER] * 6]
     monkeypatch.setattr(guarded_listener, "owner_of_other_end", lambda *_: owners.pop(0))
+    monkeypatch.setattr(guarded_listener, "_MOST_UNPROVEN", 4)
 
     async def act(port: int) -> None:
         slow, slow_writer = await asyncio.open_connection("127.0.0.1", port)  # of another host, without a key yet
@@ -97,7 +98,7 @@ def test_a_stranger_who_floods_a_port_loses_connections_of_his_own(monkeypatch: 
         for _, writer in [(slow, slow_writer), *flood]:
             writer.close()
 
-    asyncio.run(at(GuardedListener(timeout_s=60.0, most=4), act))
+    asyncio.run(at(GuardedListener(timeout_s=60.0), act))
 
 
 def test_the_kernel_names_the_user_of_the_other_end() -> None:
@@ -114,7 +115,9 @@ def test_the_kernel_names_the_user_of_the_other_end() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root has other users")
-def test_of_many_connections_of_another_user_only_so_many_stay_open() -> None:
+def test_of_many_connections_of_another_user_only_so_many_stay_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_listener, "_MOST_UNPROVEN", 10)
+
     async def act(port: int) -> None:
         stranger = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-c", HOLDS, str(port), "100", stdout=subprocess.PIPE
@@ -127,8 +130,7 @@ def test_of_many_connections_of_another_user_only_so_many_stay_open() -> None:
         assert await reader.read(5) == b"still"
         writer.close()
 
-    guard = GuardedListener(timeout_s=3.0, most=10)
-    asyncio.run(at(guard, act))
+    asyncio.run(at(GuardedListener(timeout_s=3.0), act))
 
 
 def test_an_accept_without_descriptors_left_ends_nothing() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.guarded_listener import GuardedListener
+from corral.experiments.trial.guarded_listener import Unproven
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.workers.lifecycle.presence import Presence
 from tests.name_services import MemoryNameService, MemoryStore, NamesAddress, running_names
@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 1
 
 
 def test_connections_of_strangers_are_named_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GuardedListener, "refused", Counter({4711: 12}))
+    monkeypatch.setattr(Unproven, "refused", Counter({4711: 12}))
     store = MemoryStore()
     with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity=WorkerRecord()) as presence:
         presence.enter("wait for a prompt")

@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import contextlib
 import logging
 import random
 import socket
@@ -13,18 +14,21 @@ import pytest
 import zmq
 
 import corral.workers
+from corral.experiments.trial import guarded_listener
 from corral.experiments.trial.secrets import CurvePair, Secret, TrialSecrets
 from corral.workers.delivery.receiver import TrajectoryReceiver
 from corral.workers.requests.client import RequestClient
 from corral.workers.requests.handler import WorkerRequestStream
 from corral.workers.requests.messages import ClearDataCache, OkReply
 from corral.workers.streams import link as link_module
+from corral.workers.streams import security as security_module
 from corral.workers.streams.codec import MessageCodec
 from corral.workers.streams.errors import StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.link import DealerLink
-from corral.workers.streams.router import RouterEndpoint
+from corral.workers.streams.router import Peer, RouterEndpoint
+from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
 from corral.workers.streams.security import StreamSecurity
-from tests.workers.stream_helpers import LOOPBACK, TRIAL, ask, echo, said, until, wait_up
+from tests.workers.stream_helpers import LOOPBACK, TRIAL, Words, ask, echo, said, until, wait_up
 
 AsRole = Callable[[str], StreamSecurity]
 CODEC: MessageCodec[OkReply] = MessageCodec(OkReply, trial_uuid=TRIAL)
@@ -260,6 +264,46 @@ def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> N
                     assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10) == OkReply()
 
         asyncio.run(master_goes_on())
+
+
+def test_a_stranger_who_floods_a_stream_loses_connections_of_his_own(
+    as_role: AsRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All connections are taken for one stranger's here; who has sent a message keeps its own all the same."""
+    monkeypatch.setattr(guarded_listener, "owner_of_other_end", lambda *_: 4711)
+    monkeypatch.setattr(guarded_listener, "_MOST_UNPROVEN", 4)
+    monkeypatch.setattr(security_module, "_HANDSHAKE_TIMEOUT_MS", 600_000)  # does not end them either
+    peers: set[Peer] = set()
+
+    async def answer(peer: Peer, request: Words) -> Words:
+        peers.add(peer)
+        return request
+
+    def ended(connection: socket.socket) -> None:
+        with contextlib.suppress(ConnectionError):
+            while connection.recv(4096):
+                pass
+
+    async def run() -> None:
+        server = AsyncRequestServer(
+            as_role("model_worker"), Words, answer, address=LOOPBACK, roles={"master_worker"}, purpose="echo"
+        )
+        client = AsyncRequestClient[Words, Words](
+            as_role("master_worker"), Words, lambda: server.endpoint, server="model_worker/3"
+        )
+        port = int(server.endpoint.rsplit(":", 1)[1])
+        async with server, client:
+            assert await client.request(Words("before"), deadline_s=60) == Words("before")
+            flood = [socket.create_connection((LOOPBACK, port), timeout=60) for _ in range(20)]
+            for connection in flood[:16]:
+                await asyncio.to_thread(ended, connection)
+            assert guarded_listener.told_refusals() == f"16 connections from strangers refused at port {port}"
+            assert await client.request(Words("after"), deadline_s=60) == Words("after")
+            for connection in flood:
+                connection.close()
+        assert len(peers) == 1, "the client did not have to connect again"
+
+    asyncio.run(run())
 
 
 def test_malformed_messages_of_a_trial_member_are_counted_and_dropped(
