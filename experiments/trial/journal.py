@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _RESERVED = ("time", "event")
 _BEGINNING = b'{"time": '
+_MOST_KEPT = 10_000
 
 
 class Journal:
@@ -26,6 +28,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._kept: deque[bytes] = deque(maxlen=_MOST_KEPT)
 
     def append(self, event: str, **fields: Any) -> None:
         """Adds one line, see `event_line`.
@@ -35,6 +38,16 @@ class Journal:
             OSError: if the file system refuses.
         """
         self.append_line(event_line(event, **fields))
+
+    def tell(self, event: str, **fields: Any) -> None:
+        """As `append`, but what the file system refuses is kept, and written before the next event that is told."""
+        self._kept.append(event_line(event, **fields))
+        try:
+            while self._kept:
+                self.append_line(self._kept[0])
+                self._kept.popleft()
+        except OSError as error:
+            logger.warning("not in the journal yet: %s: %s", self._kept[-1].decode(), error)
 
     def append_line(self, line: bytes) -> None:
         """Adds a line that `event_line` has made.

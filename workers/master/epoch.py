@@ -36,6 +36,7 @@ class Epoch:
     writer: LogWriter
     recovery: RecoveryPoint
     disk: Disk
+    journal: Journal
     alarms: set[str] = field(default_factory=set)
     """Topics whose newest notice of this attempt is an alarm; see `standing_alarms`."""
 
@@ -93,7 +94,7 @@ class Epoch:
 
     async def note(self, event: str, **fields: object) -> None:
         """A line of the journal."""
-        await self.disk.run(Journal(self.trial.journal_path).append, event, epoch=self.writer.epoch, **fields)
+        await self.disk.run(self.journal.tell, event, epoch=self.writer.epoch, **fields)
 
     async def tell(self, notice: TrainNotice, *, step: int) -> None:
         """The log says it once, and rl-status as long as no other notice of its topic follows."""

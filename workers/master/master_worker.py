@@ -184,13 +184,13 @@ class MasterWorker(Worker):
         while True:
             writer = self._log.claim(self._owner, resume=resume)
             resume = False  # only the first claim of an attempt may continue a stopped trial
-            self._journal.append("epoch_claimed", epoch=writer.epoch, worker=self.context.worker_id)
+            self._journal.tell("epoch_claimed", epoch=writer.epoch, worker=self.context.worker_id)
             try:
                 async with TrainerGang(self.context, self._spec, epoch=writer.epoch) as gang:
                     outcome = await self._run_epoch(writer, gang)
             except (GangLostError, CommitFailedError, NotFiniteError) as error:
                 logger.warning("epoch %d ends: %s", writer.epoch, error)
-                self._journal.append("epoch_lost", epoch=writer.epoch, cause=str(error))
+                self._journal.tell("epoch_lost", epoch=writer.epoch, cause=str(error))
                 if not isinstance(error, NotFiniteError):
                     last = writer.state.last_commit
                     has_committed = last is not None and last.epoch == writer.epoch
@@ -204,7 +204,7 @@ class MasterWorker(Worker):
                     taken_back_to = writer.state.head
                 continue
             logger.info("the trial is %s", outcome.value)
-            self._journal.append("epoch_ended", epoch=writer.epoch, outcome=outcome.value)
+            self._journal.tell("epoch_ended", epoch=writer.epoch, outcome=outcome.value)
             return
 
     def _require_progress(self, num_lost: int, cause: str) -> None:
@@ -224,7 +224,13 @@ class MasterWorker(Worker):
         async with Disk() as disk, AsyncExitStack() as stack:
             alarms = await disk.run(standing_alarms, self.context.trial, self.context.attempt)
             epoch = Epoch(
-                context=self.context, spec=self._spec, writer=writer, recovery=recovery, disk=disk, alarms=alarms
+                context=self.context,
+                spec=self._spec,
+                writer=writer,
+                recovery=recovery,
+                disk=disk,
+                journal=self._journal,
+                alarms=alarms,
             )
             weights = PublishedVersions(epoch, gang, publish=self._publish)
             say_head = partial(self._say, self.context.keys.committed())
@@ -274,7 +280,7 @@ class MasterWorker(Worker):
             reason = next(iter(recovery.rejected.values()))
             writer.fall_back_to(recovery.slot, reason=reason)
             step = writer.state.lineage[-1].commit.step
-            self._journal.append("fell_back", epoch=writer.epoch, step=step, reason=reason)
+            self._journal.tell("fell_back", epoch=writer.epoch, step=step, reason=reason)
         return recovery
 
     def _source(

@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.trial.journal import Journal, event_line, read_journal
+
+real_write = os.write
 
 
 def test_events_come_back_in_order_with_their_fields(tmp_path: Path) -> None:
@@ -42,6 +45,23 @@ def test_a_line_that_was_cut_short_alarms_nobody(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         assert [event["event"] for event in read_journal(path)] == ["whole"]
     assert caplog.text == ""
+
+
+def test_what_a_full_disk_refuses_is_told_before_the_next_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    journal = Journal(path)
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING):
+        full.setattr("os.write", lambda descriptor, data: real_write(descriptor, data[:9]))
+        journal.tell("fell_back", step=3)
+        journal.tell("epoch_lost", epoch=1)
+    assert read_journal(path) == []
+    assert "not in the journal yet" in caplog.text and "fell_back" in caplog.text
+    journal.tell("epoch_claimed", epoch=2)
+    events = read_journal(path)
+    assert [event["event"] for event in events] == ["fell_back", "epoch_lost", "epoch_claimed"]
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
 
 
 def test_a_line_in_the_middle_that_is_no_event_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
