@@ -197,7 +197,7 @@ class TrainerGang:
         """Deal rows of the dataset over the ranks that read them."""
         ranks = self._spec.sample_ranks
         shares = {rank: list(uids[number :: len(ranks)]) for number, rank in enumerate(ranks)}
-        return _samples(await self.tell({rank: LoadRows(uids=share) for rank, share in shares.items() if share}))
+        return _samples(await self.start({rank: LoadRows(uids=share) for rank, share in shares.items() if share}))
 
     async def reject(self, uids_by_rank: Mapping[int, Sequence[str]], rejection: Rejection) -> None:
         """Let each rank throw its samples away, and tell who sent them."""
@@ -258,7 +258,7 @@ class TrainerGang:
         return await self._post(requests, deadline_s=_CONTROL_DEADLINE_S)
 
     async def start(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
-        """Blocking requests to some ranks, which run them after whatever was started there before."""
+        """Requests that may take as long as a step; blocking ones run after whatever was started there before."""
         return await self._post(requests, deadline_s=self._step_timeout_s)
 
     async def _post(self, requests: Mapping[int, Request], *, deadline_s: float) -> dict[int, ReplyPayload]:

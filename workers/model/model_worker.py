@@ -1,7 +1,8 @@
 """The model worker: one training rank. Requests of the master in, outputs and statistics out; tensors stay here.
 
               in the I/O thread, at once                        in the main thread, in the master's order, after a flush
-    samples   Fetch  LoadRows  Reject  ClearDataCache           Initialize: forgets the last epoch's
+    samples   Fetch  Reject  ClearDataCache                     Initialize: forgets the last epoch's
+              LoadRows, deferred until all are read
     models                                                      Initialize  Generate  Inference  TrainStep  Evaluate
                                                                 Reallocate  SaveWeights
     saves     Written, deferred until all is on disk            SaveCheckpoint: copies, and SavesBehind writes
@@ -244,7 +245,8 @@ class ModelWorker(Worker):
                 arrived = MetadataReply.of(self._samples.fetch(request.max_samples))
                 return arrived if arrived.groups or not request.wait_s else Later(request.wait_s, arrived)
             case LoadRows():
-                return MetadataReply.of(self._samples.load_rows(request.uids))
+                rows = self._samples.load_rows(request.uids)
+                return Later(math.inf, OkReply()) if rows is None else MetadataReply.of(rows)
             case Written():
                 return self._saves.written(request.role) or Later(math.inf, OkReply())
             case Reject():

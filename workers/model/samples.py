@@ -8,7 +8,8 @@
 
 A trial has one source of the two; the master hears of samples as metadata. A record that its rollout worker has given
 up has no tensors: its uid and the reason are passed on. What the master asks here is answered in the stream's I/O
-thread, also while the main thread computes; only a new epoch (`forget`, `start_session`) is the main thread's.
+thread, also while the main thread computes; rows are read in a thread of their own, since to make tokens of thousands
+takes a while; only a new epoch (`forget`, `start_session`) is the main thread's.
 
 Of rows, prompt and answer are one sequence, and the loss is on what is answered only:
 
@@ -21,8 +22,10 @@ A row that is broken or too long, and was not looked at at submission, is droppe
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +78,7 @@ class RowLoader:
         return SequenceSample.from_group(uid, {"input_ids": sequences, "prompt_mask": masks})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Samples:
     """Fills the store from its source and empties it again."""
 
@@ -91,9 +94,13 @@ class Samples:
     """That have come here, the one that lies in the store first."""
     _duplicates: set[str] = field(default_factory=set)
     """Deliveries that another copy was preferred to."""
+    _reader: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, "rows"))
+    _reads: dict[tuple[str, ...], Future[list[SampleMetadata]]] = field(default_factory=dict)
+    _on_arrival: Callable[[], None] = lambda: None
 
     def announce_to(self, on_arrival: Callable[[], None]) -> None:
-        """From now on call this, in any thread, whenever rollout workers have sent something."""
+        """From now on call this, in any thread, whenever rollout workers have sent something, or rows were read."""
+        self._on_arrival = on_arrival
         if self.receiver is not None:
             self.receiver.announce_to(on_arrival)
 
@@ -101,13 +108,19 @@ class Samples:
         """Store what rollout workers have sent and say what it is."""
         return [] if self.receiver is None else [self._take_in(one) for one in self.receiver.drain(max_samples)]
 
-    def load_rows(self, uids: Sequence[str]) -> list[SampleMetadata]:
+    def load_rows(self, uids: Sequence[str]) -> list[SampleMetadata] | None:
         """Store rows of the dataset, or held-out rows, and say what they are, and which of them are none.
+
+        None until they are read: then whoever `announce_to` names asks again.
 
         Raises:
             ValueError: if there are no such rows, or one that is held out is broken.
         """
-        return [self._load(uid) for uid in uids]
+        key = tuple(uids)
+        if key not in self._reads:
+            self._reads[key] = self._reader.submit(lambda: [self._load(uid) for uid in key])
+            self._reads[key].add_done_callback(lambda _: self._on_arrival())
+        return self._reads.pop(key).result() if self._reads[key].done() else None
 
     def reject(self, uids: Iterable[str], verdict: VerdictKind) -> None:
         """Throw trajectories away and tell who sent them; nobody sent a row.
@@ -146,6 +159,10 @@ class Samples:
 
     def forget(self) -> None:
         """Free what an earlier epoch left here."""
+        for read in self._reads.values():
+            read.cancel()
+        wait(self._reads.values())
+        self._reads.clear()
         self.store.drop(self.store.uids)
 
     def start_session(self, session: str) -> None:

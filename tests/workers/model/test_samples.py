@@ -1,5 +1,6 @@
 """The samples of a rank: taken in from rows or from rollout workers, kept, and thrown away with or without a word."""
 
+import threading
 from collections.abc import Callable, Set
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.name_resolve.errors import NameNotFoundError
 from corral.scheduling.policy_version import VersionSpan
+from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.messages import TrajectoryHeader
 from corral.workers.delivery.receiver import Trajectory
 from corral.workers.model.data_store import DataStore
@@ -28,6 +30,9 @@ class Receiver:
         self.verdicts: list[tuple[str, str]] = []
         self.forgotten: set[str] = set()
         self.sessions: list[str] = []
+
+    def announce_to(self, on_arrival: Callable[[], None]) -> None:
+        """It has all from the beginning."""
 
     def drain(self, max_records: int) -> list[Trajectory]:
         taken, self.arrived = self.arrived[:max_records], self.arrived[max_records:]
@@ -148,7 +153,50 @@ def test_a_new_epoch_starts_with_nothing() -> None:
 def test_there_are_no_rows_where_samples_are_trajectories() -> None:
     samples, _ = samples_from(Receiver())
     with pytest.raises(ValueError, match="this rank has no rows of a dataset: samples come from rollout workers"):
-        samples.load_rows(["0:sum-1"])
+        loaded(samples, ["0:sum-1"])
+
+
+def loaded(samples: Samples, uids: list[str]) -> list[SampleMetadata]:
+    """Asks for rows as a worker does: again once there is news."""
+    news = threading.Semaphore(0)
+    samples.announce_to(news.release)
+    while (rows := samples.load_rows(uids)) is None:
+        assert news.acquire(timeout=120.0)
+    return rows
+
+
+class SlowRows:
+    """Reads a row when it may."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+
+    def load(self, uid: str) -> SequenceSample:
+        self.begun.set()
+        assert self.may_go_on.wait(120.0)
+        return SequenceSample.from_group(uid, {"input_ids": [np.arange(3, dtype=np.int32)]})
+
+
+def test_rows_that_take_long_hold_up_no_other_request() -> None:
+    store, slow, news = DataStore(), SlowRows(), threading.Event()
+    samples = Samples(store, rows=cast(Any, slow))
+    samples.announce_to(news.set)
+    assert samples.load_rows(["0:a", "0:b"]) is None and slow.begun.wait(120.0)
+    assert samples.load_rows(["0:a", "0:b"]) is None, "they are read once"
+    assert samples.fetch(9) == [] and not news.is_set()
+    slow.may_go_on.set()
+    assert news.wait(120.0)
+    rows = samples.load_rows(["0:a", "0:b"])
+    assert rows is not None and [row.uid for row in rows] == store.uids == ["0:a", "0:b"]
+
+
+def test_a_new_epoch_waits_for_rows_that_are_being_read_and_forgets_them() -> None:
+    store, slow = DataStore(), SlowRows()
+    samples = Samples(store, rows=cast(Any, slow))
+    assert samples.load_rows(["0:a"]) is None and slow.begun.wait(120.0)
+    threading.Timer(0.2, slow.may_go_on.set).start()
+    samples.forget()
+    assert store.uids == []
 
 
 def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
@@ -158,7 +206,7 @@ def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
         with open_samples(context, spec, store) as samples:
             assert samples.fetch(9) == []
             length = len("3+1=") + len("4") + 1  # one token a character, and the end
-            (metadata,) = samples.load_rows(["0:sum-3"])
+            (metadata,) = loaded(samples, ["0:sum-3"])
             assert metadata == SampleMetadata(uid="0:sum-3", keys=("input_ids", "prompt_mask"), num_tokens=[length])
             assert store.uids == ["0:sum-3"]
             samples.clear(["0:sum-3"])
