@@ -43,6 +43,15 @@ def check_training_side(allocation: Allocation, *, roles: tuple[str, ...]) -> It
         yield ConfigProblem(message, hint)
 
 
+WITHOUT_PACKED_ATTENTION = frozenset(
+    "big_bird bigbird_pegasus bloom codegen cpmant deepseek_v4 falcon_mamba flint gemma2 git got_ocr2 gpt_neo "
+    "gpt_neox_japanese gpt_oss gptj granite_swa granitemoe_swa hy_v4 inkling2_text mamba mamba2 megatron-bert "
+    "mimo_v2_flash mpt mvp openai-gpt prophetnet reformer rembert roformer rwkv trocr vaultgemma xglm xlm xlnet "
+    "xlstm".split()
+)
+"""Types of models whose code in transformers takes no other attention than its own (`_supports_sdpa`)."""
+
+
 def check_layouts(
     allocation: Allocation,
     meshes: Mapping[str, Mesh],
@@ -96,6 +105,13 @@ def _of_fsdp(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Conf
         shared = (("t", dims.tp, "attention heads", queries), ("t", dims.tp, "key and value heads", keys), *inner)
         yield from check_shares([*shared, heads_left(dims, queries)], of=name)
     kind = model_type(model.path)
+    if kind in WITHOUT_PACKED_ATTENTION:
+        yield ConfigProblem(
+            f"{name} is a {kind}, and transformers cannot compute the attention of that over packed sequences, as the "
+            "fsdp backend does",
+            "take a model of another type, such as llama, qwen3 or gemma3",
+            path=("path",),
+        )
     if dims.tp > 1 and kind is not None and kind not in TENSOR_PARALLEL_MODELS:
         yield ConfigProblem(
             f"{name} is a {kind}, whose layers tensor-parallel ranks cannot share",

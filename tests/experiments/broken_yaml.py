@@ -801,6 +801,16 @@ CONTRADICTION_CASES = (
         line=4,
     ),
     BrokenCase(
+        name="a-model-whose-attention-is-its-own",
+        edit=("hf:d1+fsdp:d1", "sglang:d1+fsdp:d1"),
+        files={
+            "model/config.json": '{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 14, '
+            '"max_position_embeddings": 64, "eos_token_id": 1, "model_type": "gpt_oss"}',
+        },
+        words=("is a gpt_oss", "(actor, d1)", "packed sequences", "take a model of another type"),
+        line=6,
+    ),
+    BrokenCase(
         name="stages-with-fsdp",
         edit=("hf:d1+fsdp:d1", "hf:d1+fsdp:d2p2"),
         words=("the fsdp backend has no pipeline parallel training", "megatron:d2p2"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -17,7 +18,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from corral.experiments.checks.training import WITHOUT_PACKED_ATTENTION
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.fsdp.experts import StoredExperts
@@ -200,3 +203,12 @@ def test_two_ranks_hold_what_one_does(name: str, two_ranks: Path) -> None:
         assert found.keys() == expected.keys()
         assert all(found[key].dtype == torch.float32 for key in found)
         assert all(torch.equal(found[key], weight) for key, weight in expected.items())
+
+
+@pytest.mark.slow
+def test_the_types_of_models_that_submission_refuses_are_those_that_transformers_cannot_load() -> None:
+    names = {
+        kind: [name] if isinstance(name, str) else name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    }
+    classes = {kind: getattr(transformers, of_kind[0]) for kind, of_kind in names.items()}
+    assert WITHOUT_PACKED_ATTENTION == {kind for kind, made in classes.items() if not made._supports_sdpa}
