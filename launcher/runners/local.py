@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from corral.experiments.plan import RunPlan
 
 
+_GPUS = Path("/proc/driver/nvidia/gpus")
+_HIDDEN_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of containers, of Windows' subsystem, of AMD
+
+
 class LocalTask:
     """One worker under its guard, which leads a session of its own."""
 
@@ -88,14 +92,15 @@ class LocalRunner:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this machine offers: those of CUDA_VISIBLE_DEVICES, else all that the driver shows."""
+    """The GPUs that this machine offers: those of CUDA_VISIBLE_DEVICES that the driver shows, else all of them."""
     inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if inherited is not None:
-        return [device.strip() for device in inherited.split(",") if device.strip()]
-    try:
-        return [str(index) for index in range(len(os.listdir("/proc/driver/nvidia/gpus")))]
-    except FileNotFoundError:
-        return []
+    present = [str(index) for index in range(len(os.listdir(_GPUS)))] if _GPUS.is_dir() else []
+    if inherited is None:
+        return present
+    named = [device.strip() for device in inherited.split(",") if device.strip()]
+    if not _GPUS.is_dir() and any(map(os.path.exists, _HIDDEN_DRIVERS)):
+        return named
+    return [device for device in named if device in present or (present and not device.isdigit())]
 
 
 def wanted_gpus(plan: "RunPlan") -> dict[str, int]:

@@ -122,7 +122,7 @@ def test_a_missing_gpu_is_refused_with_both_numbers(experiment: Path, tmp_path: 
 def test_elastic_workers_count_among_the_gpus_of_this_machine(
     experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(prepare, "visible_gpus", lambda: ["0"])
     elastic = "groups.generation_server.elastic={count: 2, scheduling: {cpu: 1, gpu: 1, mem: 1G}}"
     with pytest.raises(prepare.ConfigError, match="needs 2 GPUs .* this machine has 1"):
         prepare.prepare(experiment, [f"cluster.fileroot={tmp_path / 'trials'}", elastic], trial_name=None, mode="local")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from corral.launcher.runners import local
 from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
 from tests.launcher.trials import wait_until
 
@@ -25,10 +26,29 @@ def test_too_few_gpus_are_an_error_with_both_numbers_the_groups_and_the_way_out(
         share_gpus({"master_worker/0": 0, "model_worker/0": 2, "generation_server/0": 1}, ["0", "1"])
 
 
-@pytest.mark.parametrize(("value", "gpus"), [("0,2", ["0", "2"]), (" GPU-a , GPU-b,", ["GPU-a", "GPU-b"]), ("", [])])
-def test_the_gpus_are_those_that_the_user_left_visible(
-    monkeypatch: pytest.MonkeyPatch, value: str, gpus: list[str]
+def pretend_gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, count: int) -> None:
+    """A driver that shows so many."""
+    for index in range(count):
+        (folder / "gpus" / f"0000:0{index}:00.0").mkdir(parents=True)
+    monkeypatch.setattr(local, "_GPUS", folder / "gpus")
+    monkeypatch.setattr(local, "_HIDDEN_DRIVERS", ())
+
+
+@pytest.mark.parametrize(
+    ("value", "count", "gpus"),
+    [
+        ("0,2", 3, ["0", "2"]),
+        ("0,2", 2, ["0"]),
+        ("0,1", 0, []),
+        (" GPU-a , GPU-b,", 2, ["GPU-a", "GPU-b"]),
+        ("GPU-a", 0, []),
+        ("", 2, []),
+    ],
+)
+def test_the_gpus_are_those_that_the_user_left_visible_and_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str, count: int, gpus: list[str]
 ) -> None:
+    pretend_gpus(monkeypatch, tmp_path, count)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert visible_gpus() == gpus
 
