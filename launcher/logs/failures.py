@@ -75,9 +75,9 @@ def describe_failures(directory: TrialDirectory, *, attempt: int | None) -> str:
         lines = [*lost, *_listed("before:", incidents, since=None)]
     elif cause is not None:
         lines = _describe(cause, incidents, directory)
-    elif incidents:
+    elif failures := [one for one in incidents if not one.is_consequence]:
         lines = [f"every failure{of_attempt} has healed; the newest first:"]
-        lines += _listed("", incidents, since=None)
+        lines += _listed("", failures, since=None)
     else:
         nothing = "no worker has failed" if dropped else "nothing has failed"
         lines = [nothing + of_attempt, *_slurm_says(directory)]

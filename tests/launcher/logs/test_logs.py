@@ -266,6 +266,15 @@ def test_a_failure_has_healed_once_its_worker_runs_again_and_a_step_was_trained(
     assert text.startswith("every failure has healed; the newest first:\n  rollout_worker/0 exit 1 (boom) ")
 
 
+def test_what_the_end_of_a_complete_trial_has_ended_is_no_failure(directory: TrialDirectory) -> None:
+    how = "SIGKILL (ended by the supervisor: the attempt ends, COMPLETE)"
+    write_event(directory, 11.0, "redis_exited", worker="redis", returncode=-9, how=how, is_consequence=True)
+    write_event(directory, 12.0, "trial_ended", state="COMPLETE", cause="")
+    assert describe_failures(directory, attempt=None) == "nothing has failed"
+    write_exit(directory, "rollout_worker/0", 1, 5.0, how="exit 1 (boom)")
+    assert len(describe_failures(directory, attempt=None).splitlines()) == 2
+
+
 def test_a_stop_and_its_kills_are_not_what_ended_a_later_attempt(directory: TrialDirectory) -> None:
     write_exit(directory, "master_worker/0", -9, 10.0, attempt=0, is_consequence=True)
     write_event(directory, 11.0, "trial_ended", attempt=0, state="STOPPED", cause="stopped by me")
