@@ -106,6 +106,7 @@ def tool_call_form(template: ChatTemplate, *, ends: Collection[str]) -> ToolCall
     if has_ids := PROBED_NAME not in text and PROBED_ID in text:
         called = partial(called, call_id=f"functions.{PROBED_NAME}:0")
         text = called(PROBED_ARGUMENTS)
+    names_of_a_call = text.count(PROBED_NAME)
     number = called(dict.fromkeys(PROBED_ARGUMENTS, PROBED_NUMBER))
     form = json_form_in(text) or spelled_form_in(text, other=number, has_ids=has_ids)
     if form is None:
@@ -113,7 +114,7 @@ def tool_call_form(template: ChatTemplate, *, ends: Collection[str]) -> ToolCall
     for each in ([_MIXED], [PROBED_ARGUMENTS, _MIXED]):
         text = called(*each)
         read = form.find(text, tools=[PROBED_TOOL])[1]
-        if text.count(PROBED_NAME) >= len(each) and [call.arguments for call in read] != each:
+        if text.count(PROBED_NAME) >= len(each) * names_of_a_call and [call.arguments for call in read] != each:
             return None
     return form
 

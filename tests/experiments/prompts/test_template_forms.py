@@ -1,6 +1,7 @@
 """Calls come back as the template has written them, for the forms of published templates."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,14 @@ def test_the_id_of_a_call_that_the_template_writes_in_place_of_a_name_is_the_mod
 def test_an_answer_ends_with_the_token_that_ends_its_call() -> None:
     renderer = RENDERERS["name in the head"]
     assert [renderer.tokenizer.id_to_token(end) for end in renderer.stop_token_ids] == ["<|im_end|>", "<|call|>"]
+
+
+def test_calls_that_are_messages_of_their_own_have_a_form_though_each_says_its_name_twice(tmp_path: Path) -> None:
+    form = FORMS["name before the json"]
+    between = "{{ '<|im_end|>\\n<|im_start|>assistant\\n' if not loop.last }}{% endfor %}"
+    apart = replace(form, calls=form.calls.replace("{% endfor %}", between))
+    directory = write_template_model(tmp_path, template_of(apart), ends=["<|im_end|>"])
+    assert ChatRenderer.of_model(directory).tool_calls == RENDERERS["name before the json"].tool_calls
 
 
 def test_a_template_for_requests_with_tools_says_how_calls_are_written(tmp_path: Path) -> None:

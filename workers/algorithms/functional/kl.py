@@ -45,6 +45,9 @@ def kl_over_top_k(logprobs: Tensor, teacher_logprobs: Tensor, *, is_forward: boo
     would be least where the policy says none of the k. With it the divergence is never more than that over the whole
     vocabulary (the inequality of data processing), and is that one where k is all of it.
 
+    A rest below 1e-6 counts as 1e-6, since log-probabilities in float32 do not tell smaller ones apart. Where the
+    teacher leaves less and the policy more, the reverse divergence is too small.
+
     reverse: sum p_policy log(p_policy / p_teacher)      forward: sum p_teacher log(p_teacher / p_policy)
 
     Args:
