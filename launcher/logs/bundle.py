@@ -6,7 +6,7 @@ logs, exits, control ────────┤                              �
 doctor, status, SLURM ───────┘                                        └──► BUNDLE.tar.gz, mode 0600
 
 Guarantee: no secret that the trial or this command knows is in it. Prompts and answers are left out where corral writes
-them; what a user's own code prints or raises stands there as it is.
+them; what a user's own code prints or raises stands there as it is, but for what looks like a key.
 """
 
 import io
@@ -33,6 +33,11 @@ _FILES = ("plan.json", "config.yaml", "layout.json", "trial.sbatch", "events.jso
 _FOLDERS = ("log", "control", "exits", "logs")
 _SHORTEST_SECRET = 8  # of an environment variable's values: shorter ones are numbers and names that stand in any text
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+# As programs print them: a variable with its value, and what services mark as theirs.
+_PRINTED = re.compile(
+    r"""((?:KEY|TOKEN|SECRET|PASSW|CREDENTIAL)[A-Z0-9_]{0,30}[\\'"]{0,3}\s?[=:][\s\\'"]{0,4}|\b[Bb]earer )"""
+    r"""[^\s\\'",;}]{8,}|\b(?:sk-[\w-]{20,}|hf_[A-Za-z0-9]{30,}|gh[a-z]_\w{30,}|github_pat_\w{20,}|AKIA[A-Z0-9]{16})"""
+)
 _JSON_OBJECT = re.compile(rb'\{\s*\\*".*')  # as rows are shown in warnings, to the end of the line
 
 
@@ -55,7 +60,7 @@ def write_bundle(directory: TrialDirectory, path: Path, *, others: Mapping[str, 
     with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for name, content in sorted(files.items()):
             if not name.endswith(".parquet"):
-                content = scrub(content.decode(errors="replace")).encode()
+                content = _PRINTED.sub(r"\1***", scrub(content.decode(errors="replace"))).encode()
             member = tarfile.TarInfo(f"{directory.path.name}/{name}")
             member.size, member.mode, member.mtime = len(content), 0o600, int(time.time())
             archive.addfile(member, io.BytesIO(content))

@@ -429,7 +429,11 @@ def test_a_bundle_has_what_explains_a_failure_and_neither_secrets_nor_texts(make
     hidden = [key, *Trust(directory.secrets_path).path.read_text().partition("-----END")[0].split()[-3:]]
     hidden += [secret.reveal() for secret in TrialSecrets.load(directory.secrets_path).values()]
     directory.start_attempt_logs(0)
-    lines = [f"reward own:f failed on {row[:-1]}: no", *hidden, json.dumps(hidden), "a last word"]
+    # Keys of the shell that submitted, which nobody here knows.
+    printed = ["fed7c0de-0123", "sk-proj-" + 24 * "a", "hf_" + 34 * "b"]
+    shown = [f"OPENAI_API_KEY={printed[0]}", repr({"MY_TOKEN": printed[0]}), *printed[1:], "num_tokens: 123456789"]
+    lines = [f"reward own:f failed on {row[:-1]}: no", *hidden, json.dumps(hidden), *shown, "a last word"]
+    hidden += printed
     directory.worker_log(0, "rollout_worker", 0).write_text("\n".join(lines))
     ended = TaskExit("rollout_worker/0", 1, pid=1, node="here", ended_at=time.time(), said=f"failed on {row}")
     record_exit(directory, 0, ended)
@@ -441,7 +445,8 @@ def test_a_bundle_has_what_explains_a_failure_and_neither_secrets_nor_texts(make
     plain = read_bundle(trial, "plain.tar.gz")
     for name in ("plan.json", "events.jsonl", "metrics.jsonl", "status.json", "doctor.txt", "versions.json"):
         assert f"trial/{name}" in plain
-    assert b"a last word" in plain["trial/logs/attempt-0/rollout_worker-0.log"]
+    log = plain["trial/logs/attempt-0/rollout_worker-0.log"]
+    assert b"a last word" in log and b"OPENAI_API_KEY=***" in log and b"num_tokens: 123456789" in log
     for content in (whole, plain):
         everything = b"".join(content.values())
         for secret in hidden:
