@@ -1,5 +1,9 @@
 """Another user of this machine, who waits for ports and listens on those that he gets."""
 
+import contextlib
+import http.client
+import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -116,3 +120,34 @@ class Stranger:
     ) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def check_only_the_silent_are_closed(
+    address: tuple[str, int], tls: ssl.SSLContext | None, ask: Callable[[socket.socket], None]
+) -> None:
+    """Who shows its key is answered, also once another connection has been closed for its silence."""
+
+    def connect() -> socket.socket:
+        plain = socket.create_connection(address, timeout=60.0)
+        return plain if tls is None else tls.wrap_socket(plain)
+
+    with connect() as used:
+        ask(used)
+        with connect() as silent, contextlib.suppress(ConnectionError):  # closed, too
+            assert silent.recv(1) == b""
+        ask(used)
+
+
+def asking(path: str, key: str) -> Callable[[socket.socket], None]:
+    """Gets a page, on a connection that stays."""
+
+    def ask(connection: socket.socket) -> None:
+        client = http.client.HTTPConnection("")
+        client.sock = connection
+        client.request("GET", path, headers={"Host": "here", "Authorization": f"Bearer {key}"})
+        answer = client.getresponse()
+        answer.read()
+        assert answer.status not in (401, 403)
+        client.sock = None  # else it is closed with the client
+
+    return ask

@@ -1,11 +1,14 @@
 """A trial's own Redis: starts anywhere, tells its secret to nobody, and lets nobody do more than a trial needs."""
 
+import asyncio
+import contextlib
 import os
 import secrets
 import signal
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,12 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import redis
 
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.launcher.trial import redis_server as redis_server_module
+from corral.launcher.trial import tls_front
 from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer, find_redis_executable
 from tests.name_services import running
+from tests.strangers import check_only_the_silent_are_closed
 from tests.workers.trusted import redis_client, trust
 
 PASSWORD = secrets.token_hex(16)
@@ -54,6 +60,30 @@ def test_nobody_gets_in_without_the_trials_password(
     with connect(server, username=username, password=password) as stranger:
         with pytest.raises(redis.AuthenticationError):
             stranger.ping()
+
+
+def test_a_connection_that_does_not_log_in_is_closed_and_one_that_has_stays(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At another port of the front, in this process, which has less patience."""
+    monkeypatch.setattr(tls_front, "GuardedListener", partial(GuardedListener, timeout_s=3.0))
+    assert server._folder is not None
+    behind = server._folder / "redis"
+
+    def log_in(connection: socket.socket) -> None:
+        connection.sendall(f"AUTH {REDIS_USERNAME} {PASSWORD}\r\n".encode())
+        assert connection.recv(5) == b"+OK\r\n"
+
+    async def run() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        front = asyncio.create_task(tls_front.serve(listener, behind, trust()))
+        address = listener.getsockname()
+        await asyncio.to_thread(check_only_the_silent_are_closed, address, trust().client(), log_in)
+        front.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await front
+
+    asyncio.run(run())
 
 
 def test_a_trial_reads_and_writes_under_its_prefix(client: redis.Redis) -> None:

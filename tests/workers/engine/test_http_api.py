@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,10 +17,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from corral.experiments.config.rollout import UpdateMode
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.requests import RequestOutput
 from corral.workers.engine.server import EngineServer
 from corral.workers.engine.weights import WeightsRejectedError
+from tests.strangers import asking, check_only_the_silent_are_closed
 from tests.workers.engine.tiny_models import (
     add_tokenizer,
     load_reference,
@@ -136,6 +139,16 @@ def shared(directories: list[Path]) -> Iterator[Served]:
     engine = GenerationEngine(directories[0], version="1.0", max_running_requests=16)
     with serving(engine, max_body_bytes=100_000, max_queued_requests=20) as served:
         yield served
+
+
+def test_a_connection_without_the_key_is_closed_and_one_with_it_stays(
+    directories: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("corral.workers.engine.server.GuardedListener", partial(GuardedListener, timeout_s=3.0))
+    engine = GenerationEngine(directories[0], version="1.0", max_running_requests=1)
+    with serving(engine) as served:
+        address = urlsplit(served.client.url)
+        check_only_the_silent_are_closed(("127.0.0.1", address.port or 0), trust().client(), asking("/health", API_KEY))
 
 
 @pytest.fixture

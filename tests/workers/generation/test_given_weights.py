@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 from aiohttp import web
 
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest, read_manifest
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation import control
@@ -22,6 +24,7 @@ from corral.workers.generation.server_client import ServerError
 from corral.workers.weight_transport.deltas import by_deltas
 from corral.workers.weight_transport.filling import Arrived, Filling, Held, Patience, whole
 from corral.workers.weight_transport.peers import PeerFiles, Peers
+from tests.strangers import asking, check_only_the_silent_are_closed
 from tests.workers.backends.trained_versions import publish, random_weights, stepped
 from tests.workers.checkpoint.sealing import describe
 from tests.workers.generation.hosts import TRIAL, Host, Hosts, running_hosts
@@ -56,6 +59,15 @@ def get(url: str, path: str, *, key: str | None = ADMIN_KEY) -> tuple[int, bytes
         return response.status, response.read()
     finally:
         connection.close()
+
+
+def test_a_connection_without_the_key_of_a_control_port_is_closed_and_one_with_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "GuardedListener", partial(GuardedListener, timeout_s=3.0))
+    with running_hosts(tmp_path) as hosts:
+        address = (LOOPBACK, urlsplit(hosts.add().control).port or 0)
+        check_only_the_silent_are_closed(address, trust().client(), asking("/weights", ADMIN_KEY))
 
 
 def test_a_version_comes_from_another_host_and_its_cost_is_told_apart(hosts: Hosts) -> None:

@@ -6,20 +6,24 @@ import logging
 import stat
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
 import pytest
 
 from corral.experiments.prompts import chat
+from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.episodes.log import EpisodeLog
 from corral.workers.episodes.trajectories import JudgedEpisode, make_sample
 from corral.workers.model_endpoint import endpoint
 from corral.workers.model_endpoint.conversations import Conversations
 from corral.workers.rollout.episode_session import EpisodeSession
 from tests.chat_models import ADD, ENDS, TWO_TURNS, VOCABULARY, ids_of, write_chat_tokenizer
+from tests.strangers import asking, check_only_the_silent_are_closed
 from tests.workers.model_endpoint.rig import DEADLINE_S, MAX_MODEL_LEN, Rig, ScriptedServer, scripted
 
 Play = Callable[[Rig, ScriptedServer], Awaitable[None]]
@@ -47,6 +51,19 @@ def play(
     if ends is not None:
         (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ids_of(ends)}))
     asyncio.run(run())
+
+
+def test_a_connection_without_the_key_of_an_episode_is_closed_and_one_with_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "GuardedListener", partial(GuardedListener, timeout_s=3.0))
+
+    async def program(rig: Rig, server: ScriptedServer) -> None:
+        ask = asking("/v1/models", rig.endpoint.open_episode(rig.session()))
+        address = ("127.0.0.1", urlsplit(rig.endpoint.url).port or 0)
+        await asyncio.to_thread(check_only_the_silent_are_closed, address, None, ask)
+
+    play(tmp_path, "qwen", [[7]], program)
 
 
 def sequences(log: EpisodeLog) -> list[tuple[list[int], list[int], list[float], list[int]]]:
