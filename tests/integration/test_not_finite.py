@@ -1,4 +1,4 @@
-"""A learning rate that blows the model up: what was finite stays, and the trial says what is wrong."""
+"""A loss that is no number any more: what was finite stays, and the trial says what is wrong."""
 
 import json
 from collections.abc import Callable
@@ -8,23 +8,23 @@ import pytest
 from tests.integration.evidence import History
 from tests.integration.trial_helpers import Trial
 
-NUM_ROWS = 400
+NUM_ROWS = 40
 
 
 @pytest.mark.slow
 def test_a_loss_that_stays_not_finite_fails_the_trial_and_consumes_nothing(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
-        "sft",
+        "dpo",
         num_rows=NUM_ROWS,
         overrides={
-            "model.optimizer.lr": "1e30",
+            "dpo.loss": "broken_losses:not_a_number_later",
             "evaluation.every_steps": 1000,
             "control.max_nonfinite_steps": 2,
         },
     )
     trial.wait_for_end("FAILED")
     (ended,) = trial.events("trial_ended")
-    assert "loss or gradient stays not finite" in ended["cause"]
+    assert "train step 2 had a loss or gradient that is not finite" in ended["cause"]
     assert len(trial.starts("master_worker/0")) == 1  # another start would change nothing
 
     history = History.of(trial)
