@@ -148,8 +148,12 @@ def _cluster_shape(text: str | None, *, is_dry: bool, local: bool, resumes: bool
     return ClusterShape.parse(text)
 
 
-def create_under_a_free_name(submission: "Submission", prepare: "Callable[[], Submission]") -> "Submission":
-    """The submission whose directory was made: another one where somebody else took a name that nobody chose."""
+def create_under_a_free_name(submission: "Submission", prepare: "Callable[..., Submission]") -> "Submission":
+    """The submission whose directory was made: another one where somebody else took a name that nobody chose.
+
+    Args:
+        prepare: plans the trial under the next free name, with code that has been tried.
+    """
     from corral.launcher.submit.prepare import NameTakenError
     from corral.launcher.submit.start import create
 
@@ -160,7 +164,7 @@ def create_under_a_free_name(submission: "Submission", prepare: "Callable[[], Su
         except NameTakenError:
             if not submission.has_default_name or not tries_left:
                 raise
-        taken, submission = submission.plan.trial.trial, prepare()
+        taken, submission = submission.plan.trial.trial, prepare(code=submission.code)
         print(f"{taken} was taken in the meantime; this trial is {submission.plan.trial.trial}", flush=True)
     return submission
 

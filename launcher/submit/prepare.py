@@ -87,6 +87,7 @@ def prepare(
     has_checks: bool = True,
     shape: ClusterShape | None = None,
     has_place: bool = True,
+    code: KeptCode | None = None,
 ) -> Submission:
     """Reads and checks everything; writes nothing.
 
@@ -98,6 +99,7 @@ def prepare(
         has_checks: whether the cluster is compared with the trial.
         shape: a cluster to plan for that need not be there, for a trial that is only looked at.
         has_place: whether it is planned where it would run; without, neither a cluster nor this machine is asked.
+        code: of the user's own, which has been tried for another name of the trial; None to try it.
 
     Raises:
         ConfigError: with every mistake that was found.
@@ -129,7 +131,8 @@ def prepare(
         identity = TrialIdentity(experiment=experiment.name, trial=trial, uuid=uuid4().hex, directory=directory.path)
         plan = make_run_plan(experiment, identity, mode)
         # On an imagined cluster nothing will run.
-        code = look_at_code(plan, tries=has_checks) if shape is None else KeptCode()
+        if code is None:
+            code = look_at_code(plan, tries=has_checks) if shape is None else KeptCode()
         plan = code.in_plan(plan)
         if shape is not None:
             plan = shape.in_plan(plan)

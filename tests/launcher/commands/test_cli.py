@@ -26,6 +26,7 @@ from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.status.text import fold
 from corral.launcher.submit import prepare, start
+from corral.launcher.submit.users_code import KeptCode
 from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.processes import process_start_ticks, trial_processes
 from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, BrokenCase, write_inputs
@@ -358,14 +359,26 @@ def test_a_damaged_trial_log_is_refused_in_one_line_before_anything_is_asked_for
     assert sorted(trial.directory.control_path.iterdir()) == attempts
 
 
-def test_of_those_who_submit_at_once_each_gets_a_name_unless_it_was_chosen(experiment: Path, tmp_path: Path) -> None:
-    def make(name: str | None = None) -> prepare.Submission:
-        return prepare.prepare(experiment, _small(tmp_path), trial_name=name, mode="local")
+def test_of_those_who_submit_at_once_each_gets_a_name_unless_it_was_chosen(
+    experiment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+
+    def look(plan: RunPlan, *, tries: bool) -> KeptCode:
+        looks.append(plan.trial.trial)
+        return KeptCode(contents={"own.py": b"x = 1\n"})
+
+    monkeypatch.setattr(prepare, "look_at_code", look)
+
+    def make(name: str | None = None, **tried: KeptCode) -> prepare.Submission:
+        return prepare.prepare(experiment, _small(tmp_path), trial_name=name, mode="local", **tried)
 
     together = [make() for _ in range(3)]
     made = [create_under_a_free_name(submission, make) for submission in together]
     assert [submission.plan.trial.trial for submission in made] == ["trial-1", "trial-2", "trial-3"]
     assert len({submission.plan.trial.uuid for submission in (*together, *made)}) == 5
+    assert looks == ["trial-1"] * 3, "what was tried under one name is not tried again under the next"
+    assert all((submission.directory.code_path / "own.py").exists() for submission in made)
     chosen = [make("mine"), make("mine")]
     create_under_a_free_name(chosen[0], make)
     with pytest.raises(prepare.NameTakenError):
