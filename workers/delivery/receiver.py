@@ -201,9 +201,10 @@ class TrajectoryReceiver(Closing):
             self._send(self._book.hello(peer.identity))
             return
         held_before = self._book.num_held
-        self._send(self._book.record(peer.identity, body.uid, (body, message.tensors)))
+        answer = self._book.record(peer.identity, body.uid, (body, message.tensors))
         if self._book.num_held > held_before:
             self._on_arrival()
+        self._send(answer)
 
     def _send(self, outgoing: Outgoing) -> None:
         for identity, message in outgoing:
