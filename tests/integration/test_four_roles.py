@@ -19,9 +19,9 @@ ROLES = ("actor", "critic", "ref")
     ("allocation", "num_minibatches"),
     [
         pytest.param("fsdp:d1", 2, id="one rank"),
-        pytest.param("fsdp:d2", 1, id="shared"),
         pytest.param("actor=megatron:t2,ref=fsdp:d1@2,critic,reward=fsdp:d2@1", 1, id="both backends"),
         # Meshes that share all ranks, some, or none are in those above.
+        pytest.param("fsdp:d2", 1, id="shared", marks=pytest.mark.slow),
         pytest.param("actor,ref=fsdp:d2,critic,reward=fsdp:d1@1", 1, id="overlapping", marks=pytest.mark.slow),
         pytest.param("actor,ref=fsdp:d1,critic,reward=fsdp:d2", 1, id="disjoint", marks=pytest.mark.slow),
         pytest.param(

@@ -246,11 +246,11 @@ def test_a_process_is_kept_for_the_next_call_and_may_handle_signals(judges: Any)
     assert judged(judge, {"do": "count"}, {"do": "alarm"}, {"do": "count"}) == [0.0, 1.0, 1.0]
 
 
-def test_math_verify_judges_a_thousand_answers_as_it_does_by_itself(judges: Any) -> None:
+def test_math_verify_judges_answers_of_many_forms_as_it_does_by_itself(judges: Any) -> None:
     forms = (r"$\frac{{{0}}}{{8}}$", "so it is {1}", r"\boxed{{\frac{{{2}}}{{16}}}}", "the answer is {0}/7")
     pairs = [
         ({"answer": forms[0].format(number)}, form.format(number, number / 8, 2 * number))
-        for number in range(250)
+        for number in range(60)
         for form in forms
     ]
     judge = judges("corral.workers.rewards:math", processes=4)
@@ -260,7 +260,7 @@ def test_math_verify_judges_a_thousand_answers_as_it_does_by_itself(judges: Any)
 
     rewards = asyncio.run(judge_all())
     assert rewards == [float(verify(parse(problem["answer"]), parse(text))) for problem, text in pairs]
-    assert 250 <= sum(rewards) < 1000
+    assert 60 <= sum(rewards) < 240
 
 
 def test_a_call_that_nobody_waits_for_any_more_blocks_nobody_else(judges: Any) -> None:
