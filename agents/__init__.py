@@ -17,7 +17,7 @@ from corral.workers.agents.contract import (
     ToolCall as ToolCall,
     Turn as Turn,
 )
-from corral.workers.agents.program import program as program
+from corral.workers.agents.shipped import program as program
 from corral.workers.agents.session import Session as Session
 from corral.workers.agents.shipped import feedback as feedback, single_turn as single_turn
-from corral.workers.agents.tools import tools as tools
+from corral.workers.agents.shipped import tools as tools

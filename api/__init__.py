@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from corral.experiments.async_ppo import AsyncPPOExperiment as AsyncPPOExperiment
     from corral.experiments.config.algorithm import DPOConfig as DPOConfig, PPOConfig as PPOConfig
     from corral.experiments.config.base import FrozenConfig as FrozenConfig
-    from corral.experiments.dpo import DPOExperiment as DPOExperiment
+    from corral.experiments.row_experiment import DPOExperiment as DPOExperiment
     from corral.experiments.ppo import PPOExperiment as PPOExperiment
-    from corral.experiments.reward_model import RewardModelExperiment as RewardModelExperiment
-    from corral.experiments.sft import SFTExperiment as SFTExperiment
+    from corral.experiments.row_experiment import RewardModelExperiment as RewardModelExperiment
+    from corral.experiments.row_experiment import SFTExperiment as SFTExperiment
     from corral.scheduling.keys import Key as Key, built_in as built_in
     from corral.scheduling.model_function_call import CallType as CallType, ModelFunctionCall as ModelFunctionCall
     from corral.workers.algorithms.advantage import (
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     )
     from corral.workers.backends.base import AnyEngine as AnyEngine
     from corral.workers.backends.micro_batches import MicroBatch as MicroBatch
-    from corral.workers.backends.token_scores import TokenScores as TokenScores
+    from corral.workers.backends.base import TokenScores as TokenScores
     from corral.workers.data.sequence_sample import SequenceSample as SequenceSample, answer_slices as answer_slices
     from corral.workers.rewards.contract import StopTrialError as StopTrialError
     from corral.workers.sandbox.base import needs_sandbox as needs_sandbox

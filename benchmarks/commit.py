@@ -43,7 +43,7 @@ from corral.scheduling.mesh import Mesh  # noqa: E402
 from corral.scheduling.parallel import ParallelDims  # noqa: E402
 from corral.scheduling.policy_version import PolicyVersion  # noqa: E402
 from corral.workers.checkpoint.checkpoint import RecoveryPoint, last_valid_commit  # noqa: E402
-from corral.workers.checkpoint.content_digest import ContentDigest  # noqa: E402
+from corral.workers.checkpoint.durable_file import ContentDigest  # noqa: E402
 from corral.workers.checkpoint.durable_file import FileEntry  # noqa: E402
 from corral.workers.checkpoint.ledger import Ledger, numbers_of  # noqa: E402
 from corral.workers.master.commits import Commits  # noqa: E402
@@ -87,7 +87,7 @@ def run_rank(pipe: Connection, num_parameters: int) -> None:
     import torch
 
     from corral.workers.backends.files.weights import write_weights
-    from corral.workers.backends.fsdp.state import make_shard
+    from corral.workers.backends.fsdp.engine import make_shard
     from corral.workers.backends.train_state import TrainStateHeader
     from corral.workers.model.model_worker import SavesBehind
     from corral.workers.model.models import RoleSave

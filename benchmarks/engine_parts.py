@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from corral.workers.engine import batch
 from corral.workers.engine.attention import TokenAttention
-from corral.workers.engine.layer import RMSNorm
+from corral.workers.engine.decoder import RMSNorm
 from corral.workers.engine.linear import Int8Linear, Linear
 from corral.workers.engine.prefill import Prefill
 

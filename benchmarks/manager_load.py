@@ -54,7 +54,7 @@ from corral.experiments.worker_specs import GserverManagerSpec  # noqa: E402
 from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer  # noqa: E402
 from corral.name_resolve.keys import TrialKeys  # noqa: E402
 from corral.name_resolve.redis import RedisNameService  # noqa: E402
-from corral.workers.checkpoint.committed_ledger import CommittedLedger  # noqa: E402
+from corral.workers.checkpoint.checkpoint import CommittedLedger  # noqa: E402
 from corral.workers.checkpoint.published_weights import PublishedWeights  # noqa: E402
 from corral.workers.lifecycle.worker import Worker, WorkerContext  # noqa: E402
 from corral.workers.manager.gserver_manager import GserverManager  # noqa: E402

@@ -61,7 +61,7 @@ from corral.workers.backends.fsdp.engine import FSDPEngine  # noqa: E402
 from corral.workers.backends.micro_batches import MicroBatch  # noqa: E402
 from corral.workers.backends.parallel_context import ParallelContext  # noqa: E402
 from corral.workers.backends.sharding import local  # noqa: E402
-from corral.workers.backends.token_scores import TokenScores  # noqa: E402
+from corral.workers.backends.base import TokenScores  # noqa: E402
 from corral.workers.data.sequence_sample import SequenceSample  # noqa: E402
 
 SEED = 0

@@ -58,7 +58,7 @@ from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.scheduling.scheduling import Scheduling
 from corral.scheduling.worker_information import WorkerKind
 
-_SHOWS_TOOLS = ("corral.agents:tools", "corral.workers.agents.tools:tools")
+_SHOWS_TOOLS = ("corral.agents:tools", "corral.workers.agents.shipped:tools")
 _BASE_OF_ADAPTER = "base"  # no version is written like this
 
 

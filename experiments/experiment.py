@@ -4,7 +4,7 @@
                           │   └─────specs.py─────────────► every worker's spec     the graph among it
                           └─────────registry.py──────────► what is wrong with it
 
-Subclasses (sft.py, dpo.py, async_ppo.py) say which model function calls there are and which workers run them.
+Subclasses (row_experiment.py, async_ppo.py) say which model function calls there are and which workers run them.
 """
 
 from abc import abstractmethod
@@ -31,10 +31,9 @@ from corral.experiments.config.cluster import (
     LaunchConfig,
     SupervisionConfig,
 )
-from corral.experiments.config.control import TrainControl
+from corral.experiments.config.control import TimelineConfig, TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
-from corral.experiments.config.timeline import TimelineConfig
 from corral.experiments.config.tracking import TrackingConfig
 from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.errors import ConfigError, ConfigProblem

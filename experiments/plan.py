@@ -16,8 +16,8 @@ from pydantic import Field
 
 from corral.experiments.config.base import FrozenConfig, parts_of
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, SupervisionConfig
+from corral.experiments.config.control import TimelineConfig
 from corral.experiments.config.model import ModelConfig
-from corral.experiments.config.timeline import TimelineConfig
 from corral.experiments.config.tracking import TrackingConfig
 from corral.experiments.errors import ChangedInputError
 from corral.experiments.inputs.model_directory import read_config

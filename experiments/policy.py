@@ -18,6 +18,7 @@ from pydantic import AfterValidator
 
 from corral.experiments.checks.data import MODEL_CONTEXT
 from corral.experiments.config.algorithm import PPOConfig
+from corral.experiments.config.control import SamplesConfig
 from corral.experiments.config.data import RowKind
 from corral.experiments.config.endpoint import checked_teacher_names
 from corral.experiments.config.model import (
@@ -29,11 +30,9 @@ from corral.experiments.config.model import (
 )
 from corral.experiments.config.presets import SHOWING
 from corral.experiments.config.rollout import GenerationConfig, RewardConfig, remarks_size, told_parts
-from corral.experiments.config.samples import SamplesConfig
 from corral.experiments.experiment import Experiment
-from corral.experiments.inputs.decoder_config import decoder_sizes
+from corral.experiments.inputs.decoder_config import MIXTURES, decoder_sizes, is_mixture
 from corral.experiments.inputs.model_directory import context_length, model_type, read_config
-from corral.experiments.inputs.model_kinds import MIXTURES, is_mixture
 from corral.experiments.prompts.length_limits import LengthLimits
 from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.scheduling.keys import (

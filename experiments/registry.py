@@ -16,7 +16,6 @@ from typing import Any
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.config.presets import fill_in
-from corral.experiments.dpo import DPOExperiment
 from corral.experiments.errors import (
     ConfigError,
     ConfigProblem,
@@ -30,7 +29,6 @@ from corral.experiments.errors import (
 )
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.users_class import import_class, naming_users_line
-from corral.experiments.loading.field_words import EXPERIMENT_BY_WORD
 from corral.experiments.loading.overrides import (
     Override,
     apply_overrides,
@@ -40,11 +38,10 @@ from corral.experiments.loading.overrides import (
 )
 from corral.experiments.loading.profile import Layer, merge, read_layer, read_profile, without
 from corral.experiments.loading.schema import accepts, field_at
-from corral.experiments.loading.validation import validate
+from corral.experiments.loading.validation import EXPERIMENT_BY_WORD, validate
 from corral.experiments.ppo import PPOExperiment
 from corral.experiments.problems import find_problems
-from corral.experiments.reward_model import RewardModelExperiment
-from corral.experiments.sft import SFTExperiment
+from corral.experiments.row_experiment import DPOExperiment, RewardModelExperiment, SFTExperiment
 from corral.scheduling.allocation import parse_allocation
 from corral.scheduling.scheduling import default_scheduling
 from corral.scheduling.worker_information import WorkerKind

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConfig
 from corral.experiments.config.base import FrozenConfig
-from corral.experiments.config.control import TrainControl
+from corral.experiments.config.control import SamplesConfig, TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import GradientSums, LoraConfig, ModelConfig, OptimizerConfig, Recompute
 from corral.experiments.config.rollout import (
@@ -19,7 +19,6 @@ from corral.experiments.config.rollout import (
     SglangConfig,
     WeightsConfig,
 )
-from corral.experiments.config.samples import SamplesConfig
 from corral.scheduling.cadence import Frequency
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.keys import Key, routed_experts_key

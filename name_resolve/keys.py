@@ -17,7 +17,7 @@ Names are relative: in Redis they live under `prefix`.
 import re
 from dataclasses import dataclass
 
-from corral.name_resolve.names import check_name
+from corral.name_resolve.base import check_name
 
 WORKERS_ROOT = "workers"
 LAST_SEEN_ROOT = "last_seen"

@@ -34,10 +34,14 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection, ConnectionPool
 from redis.retry import Retry
 
-from corral.name_resolve.base import NameService
-from corral.name_resolve.errors import NameServiceError, NameServiceUnavailableError
-from corral.name_resolve.lease import Put
-from corral.name_resolve.names import check_prefix, check_root
+from corral.name_resolve.base import (
+    NameService,
+    NameServiceError,
+    NameServiceUnavailableError,
+    Put,
+    check_prefix,
+    check_root,
+)
 
 _SOCKET_TIMEOUT_S = 2.0  # all replies are small; a server that needs longer is hung, and a beat must not wait for it
 _LONGEST_WAIT_S = 10.0  # for a change, before the connection is proved to live

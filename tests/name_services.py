@@ -18,9 +18,7 @@ from pathlib import Path
 
 from corral.experiments.trial.trust import Trust
 from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer
-from corral.name_resolve.base import NameService
-from corral.name_resolve.lease import Put
-from corral.name_resolve.names import check_root
+from corral.name_resolve.base import NameService, Put, check_root
 from corral.name_resolve.redis import RedisNameService
 from tests.workers.trusted import trust
 

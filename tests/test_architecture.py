@@ -83,7 +83,7 @@ RANKS: dict[str, list[set[str]]] = {
         {"experiment", "recipes"},
         {"policy", "problems", "row_experiment", "specs"},
         {"policy_problems"},
-        {"plan", "async_ppo", "dpo", "ppo", "reward_model", "sft"},
+        {"plan", "async_ppo", "ppo"},
         {"registry"},
     ],
 }

@@ -15,9 +15,8 @@ from corral.experiments.config.cluster import GroupConfig
 from corral.experiments.config.endpoint import JudgeConfig
 from corral.experiments.config.rollout import EngineConfig, FlagValue, RolloutConfig, SglangConfig, WeightsConfig
 from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
-from corral.experiments.inputs.decoder_config import decoder_sizes
+from corral.experiments.inputs.decoder_config import EMBEDDED_ENGINE_MODELS, MIXTURES, decoder_sizes
 from corral.experiments.inputs.model_directory import attention_heads, context_length, inspect_model, model_type
-from corral.experiments.inputs.model_kinds import EMBEDDED_ENGINE_MODELS, MIXTURES
 from corral.experiments.inputs.other_pythons import sglang_python, sglang_version
 from corral.scheduling.allocation import Allocation
 

@@ -1,4 +1,4 @@
-"""How long a trial trains, and what it writes when."""
+"""How long a trial trains, what it writes when, and what it keeps for people to read."""
 
 from typing import Self
 
@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from corral.experiments.config.base import FrozenConfig
 from corral.scheduling.cadence import Frequency
+from corral.scheduling.scheduling import MemoryMb
 
 
 class TrainControl(FrozenConfig):
@@ -62,3 +63,20 @@ class TrainControl(FrozenConfig):
         """Train steps of the whole run; the last one may hold fewer prompts than the others."""
         steps = -(-num_rows * self.total_train_epochs // batch_size)
         return steps if self.max_steps is None else min(steps, self.max_steps)
+
+
+class SamplesConfig(FrozenConfig):
+    """Answers that were trained on, kept for reading with `rl-samples`."""
+
+    prompts_per_step: int | None = Field(default=8, ge=0)
+    """Prompts of each train step that are kept with all their answers, at least one for each data-parallel rank; 0
+    keeps none, None all."""
+    max_size: MemoryMb = Field(default=512, ge=1)
+    """Space for them in the trial's folder, in MB or with a suffix M, G or T; beyond it the oldest steps go."""
+
+
+class TimelineConfig(FrozenConfig):
+    """When each worker did what, and for whom it waited, kept for `rl-trace`."""
+
+    max_size: MemoryMb = Field(default=16, ge=0)
+    """Space for each worker in the trial's folder, in MB or with a suffix M, G or T; beyond it the older half goes. 0 keeps nothing."""  # noqa: E501

@@ -49,7 +49,7 @@ def import_class(import_path: str, base: type, *, path: KeyPath) -> type[Any]:
         what = "a class of another kind" if isinstance(found, type) else "no class"
         raise _refusal(
             f"{where}: {name} is {what}, and has to be derived from {base.__module__}:{base.__name__}; "
-            "derive it from one of those that corral has, such as corral.experiments.sft:SFTExperiment",
+            "derive it from one of those that corral has, such as corral.experiments.row_experiment:SFTExperiment",
             import_path,
             path,
         )

@@ -21,23 +21,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from corral.experiments.prompts.chat_template import ASKED, ChatTemplate, has_template
-from corral.experiments.prompts.messages import Message, ToolSchema, plain_messages, with_text_arguments
-from corral.experiments.prompts.template_probes import (
+from corral.experiments.prompts.chat_template import (
+    ASKED,
     CALLS,
     RESULTS,
     SAID,
     SEVERAL_CALLS,
     THOUGHT,
     TOOLS,
+    ChatTemplate,
     ToolCallForm,
     around_answer,
     end_of_call,
+    has_template,
     reasoning_marks,
     stand_in_for,
     tool_call_form,
     unwritten,
 )
+from corral.experiments.prompts.messages import Message, ToolSchema, plain_messages, with_text_arguments
 from corral.experiments.prompts.tokens import encode_answer, eos_token_ids, first_place, load_tokenizer
 from corral.experiments.prompts.tool_calls import ToolCall
 

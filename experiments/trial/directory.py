@@ -11,6 +11,7 @@
 Launcher and workers meet here: `rl-stop` writes `control/stop.json`, and the master worker reads it.
 """
 
+import contextlib
 import errno
 import os
 import re
@@ -23,8 +24,6 @@ from pathlib import Path
 from typing import Literal, Self, TypeVar
 
 import msgspec
-
-from corral.experiments.trial.removal import remove_file
 
 T = TypeVar("T")
 
@@ -380,3 +379,21 @@ def fsync_directory(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+# Removing what nobody needs: it only gives room back, so that nothing that refuses to go ends anything.
+#
+# A file may be immutable, or kept by NFS for a reader (`.nfs...`); a folder may be filled meanwhile.
+
+
+def remove_file(path: Path) -> None:
+    """Removes a file, if it is there and goes."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def remove_tree(path: Path) -> BaseException | None:
+    """Removes a folder as far as it goes; why some of it stays."""
+    failures: list[BaseException] = []
+    shutil.rmtree(path, onerror=lambda _function, _path, info: failures.append(info[1]))
+    return failures[0] if failures else None

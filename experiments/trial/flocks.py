@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from corral.experiments.trial.removal import remove_tree
+from corral.experiments.trial.directory import remove_tree
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from typing import Final
 
 import msgspec
 
+from corral.experiments.trial.directory import remove_file
 from corral.experiments.trial.flocks import is_private, open_directory, remove_if_unused, try_lock
-from corral.experiments.trial.removal import remove_file
 
 _MAPPED_WHILE_USED: Final = ("sem.mp-", "sglang_loads_", "sgl_shm_")
 """Beginnings of names in /dev/shm that whoever made them keeps mapped: multiprocessing's semaphores, SGLang's slots."""

@@ -50,8 +50,7 @@ def samples(
 
     from corral.experiments.errors import ConfigError
     from corral.launcher.files.patient_files import PatientFiles
-    from corral.launcher.samples.find import KeptAnswers, by_prompt
-    from corral.launcher.samples.show import as_diff, as_table, dropped_table, prompts_table
+    from corral.launcher.samples import KeptAnswers, as_diff, as_table, by_prompt, dropped_table, prompts_table
     from corral.launcher.trial.dropped import dropped_prompts
     from corral.launcher.trial.find import default_fileroot
 
@@ -99,7 +98,7 @@ def _print_whole(
     from corral.experiments.prompts.tokens import load_tokenizer
     from corral.experiments.worker_specs import ModelWorkerSpec
     from corral.launcher.evaluation.plan import read_plan
-    from corral.launcher.samples.show import as_whole
+    from corral.launcher.samples import as_whole
 
     tokenizer = load_tokenizer(read_plan(directory).all_of(ModelWorkerSpec)[0].tokenizer)
     for row in rows:

@@ -26,9 +26,8 @@ def trace(
     """Say where the time of train steps went, and what would change that; or write their timeline."""
     from corral.experiments.errors import ConfigError
     from corral.launcher.files.patient_files import PatientFiles
-    from corral.launcher.timeline.reader import spans_of, steps_of
+    from corral.launcher.timeline.reader import spans_of, steps_of, trace_of
     from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
-    from corral.launcher.timeline.trace import trace_of
     from corral.launcher.trial.find import default_fileroot
     from corral.launcher.trial.steps import chosen_steps
 

@@ -26,10 +26,9 @@ def view(
     fileroot: Annotated[Path | None, typer.Option(metavar="DIR", help=FILEROOT_HELP)] = None,
 ) -> None:
     """Show trials as a page: curves, answers, where time goes, events, settings; several beside each other."""
-    from corral.launcher.page.choose import choose_trials
     from corral.launcher.page.render import render_page
     from corral.launcher.page.server import PageServer
-    from corral.launcher.page.view import TrialViews
+    from corral.launcher.page.view import TrialViews, choose_trials
     from corral.launcher.trial.find import default_fileroot
 
     facts, left_out = choose_trials(trials or [], fileroot or default_fileroot())

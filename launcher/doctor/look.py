@@ -33,9 +33,8 @@ from corral.launcher.doctor.judge import (
     ok,
     warn,
 )
-from corral.launcher.doctor.node import DISTRIBUTION
+from corral.launcher.doctor.node import DISTRIBUTION, why_no_sandbox
 from corral.launcher.doctor.probe import probe
-from corral.launcher.doctor.sandbox import why_no_sandbox
 from corral.launcher.runners.local import visible_gpus
 from corral.launcher.slurm.client import COMMANDS, SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.parse import Node

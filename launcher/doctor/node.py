@@ -14,15 +14,16 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from corral.experiments.own_python import own_python
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.login_shell import low_hard_limits
-from corral.launcher.doctor.sandbox import why_no_sandbox
 from corral.launcher.files.patience import wait_until
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.trial.redis_server import find_redis_executable
@@ -33,6 +34,23 @@ _WAIT_S = 15.0
 _CONNECT_TIMEOUT_S = 5.0
 _POLL_INTERVAL_S = 0.1
 _MESSAGE_BYTES = 4096
+
+
+# Asks the half of corral that makes sandboxes whether it can make one on this machine.
+
+_TIMEOUT_S = 60.0  # Python from a cold file server
+
+
+def why_no_sandbox() -> str:
+    """The reason in words, with a way out; "" if one was made."""
+    command = own_python("-m", "corral.workers.sandbox")
+    try:
+        run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"{' '.join(command)} did not end within {_TIMEOUT_S:.0f} s"
+    if run.returncode == 0:
+        return ""
+    return run.stdout.strip() or run.stderr.strip()[-500:] or f"{' '.join(command)} ended with {run.returncode}"
 
 
 def answer(folder: Path, *, rank: int, num_nodes: int) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from corral.experiments.trial.directory import atomic_write
-from corral.experiments.trial.removal import remove_file
+from corral.experiments.trial.directory import atomic_write, remove_file
 from corral.launcher.cluster.cluster import Cluster, PlacedTrial, supervisor_alive_path
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.cluster.jobs import Job, JobPhase

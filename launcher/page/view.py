@@ -7,6 +7,7 @@
 All of it is JSON: texts of models and users stay texts, and the page shows them as such.
 """
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -16,23 +17,28 @@ from typing import Any
 
 import msgspec
 
+from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
+from corral.experiments.prompts.tokens import load_tokenizer
+from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
-from corral.experiments.trial.spans import spans_path
+from corral.experiments.trial.samples import PART
+from corral.experiments.trial.spans import STEPS, spans_path
 from corral.experiments.trial.worker_record import MASTER
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.page.answers import OF_A_STEP, answers_of
-from corral.launcher.page.curves import curves_of
+from corral.launcher.files.patient_files import PatientFiles
+from corral.launcher.page.curves import StepTimes, bars_of, curves_of, mean_of, step_times_of
 from corral.launcher.page.graph import graph_of
-from corral.launcher.page.spans import timeline_of
-from corral.launcher.page.step_times import StepTimes, bars_of, mean_of, step_times_of
+from corral.launcher.samples import KeptAnswers, gaps_of, name_of
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import polite_reader
 from corral.launcher.status.text import render_trial
 from corral.launcher.status.words import TrialState
+from corral.launcher.timeline.reader import spans_of, steps_of
+from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
 from corral.launcher.trial.exits import exit_text
-from corral.launcher.trial.find import TrialFacts
+from corral.launcher.trial.find import TrialFacts, find_trial, read_facts
 from corral.launcher.trial.metrics import read_metrics
 
 _POINTS = 1_000  # of a curve: more than a chart has columns of dots
@@ -57,6 +63,170 @@ _TEXT_BY_EVENT = {
 }
 _BREAKS = ("worker_exited", "worker_silent", "unit_restarting", "unit_given_up", "node_failed", "fell_back")
 """What interrupts training; so does a notice that is an alarm."""
+
+
+# Which trials a page is about: from what a user types, names and folders, to directories.
+
+_MOST = 50
+
+
+def choose_trials(arguments: Sequence[str], fileroot: Path) -> tuple[list[TrialFacts], int]:
+    """The trials that are meant, the newest last, and how many older ones have no room beside them.
+
+    Args:
+        arguments: trials, and folders with trials in them; without any the fileroot is one.
+
+    Raises:
+        ConfigError: if a folder has none, or cannot be read.
+        TimeoutError: if a file system does not answer.
+        TrialNotFoundError, PlanDamagedError: see `find_trial`.
+    """
+    files = PatientFiles()
+    chosen: dict[Path, TrialFacts] = {}
+    for argument in arguments or [str(fileroot.absolute())]:
+        place = Path(os.path.expanduser(argument))
+        try:
+            found = files.run(partial(_find, argument, place, fileroot), place)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            hint = "trials are private to their owners; ask whose it is for a page: rl-view TRIAL -o FILE"
+            raise ConfigError.of(f"{error.filename or place} cannot be read: {error.strerror}", hint=hint) from error
+        chosen |= {facts.directory.path: facts for facts in found}
+    newest = list(chosen.values())[-_MOST:]
+    return newest, len(chosen) - len(newest)
+
+
+def _find(argument: str, place: Path, fileroot: Path) -> list[TrialFacts]:
+    is_path = os.sep in argument or argument.startswith((".", "~"))
+    if not is_path or not place.is_dir() or (place / "plan.json").exists():
+        return [find_trial(argument, fileroot)]
+    os.listdir(place)  # a glob passes over what may not be read
+    plans = [plan for pattern in ("*/plan.json", "*/*/plan.json") for plan in place.glob(pattern)]
+    plans.sort(key=lambda plan: plan.stat().st_mtime)
+    if found := [facts for plan in plans if (facts := read_facts(TrialDirectory(Path(os.path.realpath(plan.parent)))))]:
+        return found
+    hint = "a folder of trials is a file root, or an experiment's folder in it; rl-status lists trials"
+    raise ConfigError.of(f"{place} has no trials in it", hint=hint)
+
+
+# timeline/ -> what the page shows of it: where the time of the last steps went, and each span of the very last.
+
+_DRAWN_STEPS = 4
+_MOST_SPANS = 1_500
+_TAIL_BYTES = 1 << 20  # of each worker's file, which has the last steps
+
+
+def timeline_of(folder: Path) -> dict[str, Any] | None:
+    """Sentences about the last steps, and the longest spans of a few of them; None where no timeline is kept."""
+    if not (there := sorted(steps_of(folder, most_bytes=_TAIL_BYTES))):
+        return None
+    spans = spans_of(folder, there[-LATEST_STEPS:], most_bytes=_TAIL_BYTES)
+    drawn = [span for span in spans if span.step in there[-_DRAWN_STEPS:]]
+    longest = sorted(drawn, key=lambda span: -span.seconds)[:_MOST_SPANS]
+    begin_s = min(span.start_s for span in drawn)
+    return {
+        "said": said_of(spans),
+        "first": there[-_DRAWN_STEPS:][0],
+        "last": there[-1],
+        "left_out": len(drawn) - len(longest),
+        "spans": [
+            {
+                "row": f"{span.worker} {span.lane}",
+                "kind": STEPS if span.lane == STEPS else span.name,
+                "what": " ".join(filter(None, [span.name, span.about, *span.waits_for])),
+                "start_s": round(span.start_s - begin_s, 4),
+                "seconds": round(span.seconds, 4),
+            }
+            for span in sorted(longest, key=lambda span: (span.worker, span.lane, span.start_s))
+        ],
+    }
+
+
+# samples/ -> answers for the page: of steps between the first that is kept and the newest, those of extreme rewards.
+#
+# Whatever a model wrote, the page stays small: steps, answers of a step, characters and tokens have bounds.
+
+OF_A_STEP = 8
+_MOST_CHARACTERS = 20_000
+_MOST_TOKENS = 2_000
+_MOST_BYTES = 8_000_000  # of all; with more, the page would open slowly
+_TOKEN_BYTES = 25  # of one in JSON: its text and its numbers
+_SHOWN = ("step", "uid", "reward", "advantage", "length", "is_cut", "staleness", "gap")
+
+
+def answers_of(folder: Path, tokenizer: Path, *, most: int) -> dict[str, Any]:
+    """So many answers at most, as `{"rows", "of_steps"}`; none where none are kept.
+
+    Args:
+        tokenizer: directory of the model whose tokens they are; where it is gone, answers have texts alone.
+    """
+    try:
+        kept = KeptAnswers(folder)
+    except ConfigError:
+        return {"rows": [], "of_steps": 0}
+    words = _Words(tokenizer)
+    steps = kept.steps("all")
+    chosen = steps[:: -max(1, -(-len(steps) * OF_A_STEP // most))]  # the newest is one of them
+    rows = [_for_page(row, words) for step in chosen for row in _extremes(kept, step)]
+    while len(rows) > 1 and sum(map(_size, rows)) > _MOST_BYTES:
+        rows = rows[::2]
+    return {"rows": rows, "of_steps": len(steps)}
+
+
+def _extremes(kept: KeptAnswers, step: int) -> Sequence[Mapping[str, Any]]:
+    rows = {name_of(row): row for sort in ("-reward", "reward") for row in kept.read([step], sort=sort, most=4)}
+    return list(rows.values())
+
+
+def _for_page(row: Mapping[str, Any], words: "_Words") -> dict[str, Any]:
+    end = _MOST_TOKENS
+    tokens = {
+        "texts": words.of(row["ids"][:end]),
+        "made": list(map(int, row["made"][:end])),
+        "logprob": _rounded(row["logprobs"][:end]),
+        "gap": _rounded((gaps_of(row) or [])[:end]),
+        "advantage": _rounded(row["advantages"][:end]),
+    }
+    texts = {name: (row.get(name) or "")[:_MOST_CHARACTERS] for name in ("prompt", "said", "remarks")}
+    num_left_out = max(0, len(row["ids"]) - end)
+    return {
+        "name": name_of(row),
+        **{name: row[name] for name in _SHOWN},
+        "parts": {
+            name.removeprefix(PART): value for name, value in row.items() if name.startswith(PART) and value is not None
+        },
+        **texts,
+        "tokens": tokens if tokens["texts"] else None,
+        "tokens_left_out": num_left_out,
+    }
+
+
+def _size(row: Mapping[str, Any]) -> int:
+    num_tokens = len(row["tokens"]["texts"]) if row["tokens"] else 0
+    return len(row["prompt"]) + len(row["said"]) + len(row["remarks"]) + _TOKEN_BYTES * num_tokens
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 3) for value in values]
+
+
+class _Words:
+    """Token ids as texts, each decoded once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._tokenizer: Any = None
+        if (directory / "tokenizer.json").is_file():
+            self._tokenizer = load_tokenizer(directory)
+        self._text_by_id: dict[int, str] = {}
+
+    def of(self, ids: Sequence[int]) -> list[str]:
+        """A text for each; none at all without a tokenizer."""
+        if self._tokenizer is None:
+            return []
+        for new in {*ids} - self._text_by_id.keys():
+            self._text_by_id[new] = self._tokenizer.decode([new], skip_special_tokens=False)
+        return [self._text_by_id[one] for one in ids]
 
 
 class TrialViews:

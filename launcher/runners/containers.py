@@ -57,7 +57,7 @@ def contain(
             # Otherwise the image's own value would win.
             options.append(f"--container-env={','.join(environment)}")
         return ContainedCommand(srun_options=tuple(options), command=inside, environment=environment)
-    assert program is not None, "experiments/checks/groups.py refuses an image that nothing could run"
+    assert program is not None, "experiments/problems.py refuses an image that nothing could run"
     gpus = ["--nv"] if scheduling.gpu else []
     # Variables by their own variables: --env splits its argument at commas.
     carried = {f"{program.upper()}ENV_{name}": value for name, value in environment.items()}

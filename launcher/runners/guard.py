@@ -29,10 +29,10 @@ from typing import Final, NoReturn
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.own_python import own_python
 from corral.experiments.trial import leftovers
+from corral.experiments.trial.directory import remove_file
 from corral.experiments.trial.flocks import open_directory
 from corral.experiments.trial.login_shell import leave_login_shell
 from corral.experiments.trial.memory_groups import memory_groups
-from corral.experiments.trial.removal import remove_file
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.trial.processes import (
     TRIAL_UUID_VARIABLE,

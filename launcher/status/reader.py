@@ -222,7 +222,7 @@ def _with_records(opened: Evidence) -> Evidence:
     """With leased records and last records of the workers, and the clock of Redis, where it answers."""
     # Not at the top: redis takes longer to import than most answers take to give.
     from corral.launcher.trial.rendezvous import connect_name_service, read_worker_records
-    from corral.name_resolve.errors import NameServiceError
+    from corral.name_resolve.base import NameServiceError
     from corral.name_resolve.keys import LAST_SEEN_ROOT, WORKERS_ROOT
 
     facts = opened.facts

@@ -30,7 +30,7 @@ from corral.launcher.submit.memory_plan import (
 )
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, Share, parse_allocation
 from corral.scheduling.memory.gpu import GIB, MIB, Peak, gpu_bytes_for, usable_bytes
-from corral.scheduling.memory.nearest_layout import nearest_layout
+from corral.scheduling.parallel import nearest_layout
 from corral.scheduling.memory.server import ANSWER
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelName, parse_model_name

@@ -24,9 +24,8 @@ from corral.experiments.registry import load_with_source
 from corral.experiments.trial.attempt_end_record import read_end
 from corral.experiments.trial.attempts import last_attempt
 from corral.experiments.trial.directory import TrialDirectory, next_trial_name
-from corral.experiments.trial.log import TrialLog
+from corral.experiments.trial.log import TrialLog, read_whole_log
 from corral.experiments.trial.log_state import CorruptLogError
-from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.experiments.trial.mode import Mode, has_jobs
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.own_jobs import OwnJobs

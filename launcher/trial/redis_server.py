@@ -36,7 +36,7 @@ from corral.experiments.trial.tether import die_with_parent
 from corral.experiments.trial.trust import Trust
 from corral.launcher.trial import tls_front
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
-from corral.name_resolve.names import check_prefix
+from corral.name_resolve.base import check_prefix
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,7 @@ _TOLD_BYTES = 16 * _INDEX_BYTES  # ids, positions, labels and places of a row an
 _SUMS_BYTES = 4 * FLOAT32_BYTES + 2 * _INDEX_BYTES  # of the softmax, and the token's place and label
 _READ_FLOAT32 = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # the others read what a product gave
 HEAD_CHUNK_BYTES = 2**28
-"""Logits that the last layer makes at a time (workers/backends/chunked_scores.py)."""
+"""Logits that the last layer makes at a time (workers/backends/chunked_head.py)."""
 
 
 def share_of(number: int, tensor_parallel: int) -> int:

@@ -12,7 +12,7 @@ from corral.experiments.checks import generation as generation_checks
 from corral.experiments.config.rollout import RewardPart
 from corral.experiments.errors import ConfigError
 from corral.experiments.registry import EXPERIMENTS, load_experiment
-from corral.experiments.sft import SFTExperiment
+from corral.experiments.row_experiment import SFTExperiment
 from corral.experiments.specs import worker_specs
 from tests.experiments.broken_yaml import EPISODES, MICRO_BATCH, VALID_PPO, VALID_SFT, write_inputs
 

@@ -18,7 +18,7 @@ from tests.misleading import WORDS, write_misleading_modules
 from tests.test_architecture import FOLDERS, ROOT, modules, name_of
 
 PROGRAMS = [
-    "corral.experiments.datasets.hub_files",
+    "corral.experiments.datasets.formats",
     "corral.launcher.doctor.node",
     "corral.launcher.page",
     "corral.launcher.supervisor",

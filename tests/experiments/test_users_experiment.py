@@ -15,7 +15,7 @@ from corral.scheduling.model_function_call import CallType, ModelFunctionCall, M
 from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
 
 MINE = """\
-from corral.experiments.sft import SFTExperiment
+from corral.experiments.row_experiment import SFTExperiment
 
 
 class Mine(SFTExperiment):
@@ -105,7 +105,7 @@ def test_what_is_wrong_is_said_with_the_line_that_names_it(
 
 TAUGHT = """\
 from corral.experiments.config.model import ModelConfig
-from corral.experiments.sft import ROW_KEYS, SFTExperiment
+from corral.experiments.row_experiment import ROW_KEYS, SFTExperiment
 
 
 class Mine(SFTExperiment):

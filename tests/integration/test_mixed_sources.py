@@ -23,7 +23,7 @@ import pytest
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import GserverManagerSpec
-from corral.launcher.samples.find import KeptAnswers
+from corral.launcher.samples import KeptAnswers
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.data.arithmetic import write_model
 from corral.workers.data.prompts import PlannedPrompts, split_uid

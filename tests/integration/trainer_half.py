@@ -38,8 +38,7 @@ from corral.experiments.trial.log_state import Commit
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.experiments.worker_specs import RolloutWorkerSpec
-from corral.name_resolve.base import NameService
-from corral.name_resolve.errors import NameNotFoundError
+from corral.name_resolve.base import NameNotFoundError, NameService
 from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION, PolicyVersion, VersionSpan
 from corral.workers.backends import train_state

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer
-from corral.name_resolve.base import NameService
-from corral.name_resolve.lease import Put
+from corral.name_resolve.base import NameService, Put
 from corral.name_resolve.redis import RedisNameService
 from tests.name_services import MemoryNameService, MemoryStore, running
 from tests.workers.trusted import trust

@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from corral.name_resolve.base import NameService
-from corral.name_resolve.errors import NameNotFoundError, NameServiceError, NameTimeoutError
+from corral.name_resolve.base import NameNotFoundError, NameService, NameServiceError, NameTimeoutError
 from tests.name_resolve.conftest import ServiceFactory, add_for_a_while, wait_until
 
 

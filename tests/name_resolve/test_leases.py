@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from corral.name_resolve.base import NameService
-from corral.name_resolve.errors import NameExistsError, NameNotFoundError, NameServiceError
+from corral.name_resolve.base import NameExistsError, NameNotFoundError, NameService, NameServiceError
 from tests.name_resolve.conftest import ServiceFactory, add_for_a_while, wait_until
 from tests.name_services import running_names
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.name_resolve.names import check_name, check_prefix
+from corral.name_resolve.base import check_name, check_prefix
 
 segments = st.text(alphabet="ab1.:-_", min_size=1, max_size=3).filter(lambda segment: segment not in (".", ".."))
 names = st.lists(segments, min_size=1, max_size=3).map("/".join)

@@ -11,8 +11,7 @@ import pytest
 import redis
 
 from corral.launcher.trial.redis_server import REDIS_USERNAME, RedisServer
-from corral.name_resolve.errors import NameServiceError, NameServiceUnavailableError, NameTimeoutError
-from corral.name_resolve.lease import Put
+from corral.name_resolve.base import NameServiceError, NameServiceUnavailableError, NameTimeoutError, Put
 from corral.name_resolve.redis import RedisNameService, ScriptCall
 from tests.name_resolve.conftest import PASSWORD, TRIAL_PREFIX, add_for_a_while, connect, wait_until
 from tests.workers.trusted import redis_client, trust

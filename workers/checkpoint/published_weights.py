@@ -20,9 +20,7 @@ from typing import Final
 
 import msgspec
 
-from corral.name_resolve.base import NameService
-from corral.name_resolve.errors import NameNotFoundError, NameServiceError
-from corral.name_resolve.lease import Lease
+from corral.name_resolve.base import Lease, NameNotFoundError, NameService, NameServiceError
 from corral.scheduling.policy_version import PolicyVersion
 
 

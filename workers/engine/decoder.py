@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from corral.experiments.inputs.model_kinds import EMBEDDED_ENGINE_MODELS
+from corral.experiments.inputs.decoder_config import EMBEDDED_ENGINE_MODELS
 from corral.workers.engine.layer import Layer, Mixture, layer_tensors, norm_of, whole
 from corral.workers.engine.linear import QUANTIZABLE_DTYPES, Int8Linear, Linear
 from corral.workers.engine.requests import ExpertRows

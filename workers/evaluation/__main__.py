@@ -25,7 +25,7 @@ from corral.experiments.datasets.dataset import Dataset, dataset_spec
 from corral.experiments.datasets.formats import name_of
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.prompts.row_prompts import PromptEncoder
-from corral.experiments.trial.directory import atomic_write
+from corral.experiments.trial.directory import atomic_write, remove_file
 from corral.experiments.trial.evaluation import (
     EvaluationProgress,
     EvaluationRequest,
@@ -34,7 +34,6 @@ from corral.experiments.trial.evaluation import (
     read_result,
 )
 from corral.experiments.trial.login_shell import leave_login_shell
-from corral.experiments.trial.removal import remove_file
 from corral.experiments.trial.tether import die_with_parent
 from corral.workers.data.held_out import MAJORITY, added, means, pass_at_k
 from corral.workers.data.prompts import checked_prompts

@@ -29,8 +29,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.guarded_listener import told_refusals
 from corral.experiments.trial.spans import PHASES, Span
 from corral.experiments.trial.worker_record import WeightUpdate, WorkerRecord
-from corral.name_resolve.base import NameService
-from corral.name_resolve.errors import NameExistsError, NameServiceError
+from corral.name_resolve.base import NameExistsError, NameService, NameServiceError
 from corral.name_resolve.keys import last_seen_key
 from corral.workers.lifecycle.timeline import Timeline
 from corral.workers.streams.closing import Closing

@@ -37,10 +37,8 @@ from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
 from corral.experiments.trial.trust import Trust
-from corral.name_resolve.base import NameService
-from corral.name_resolve.errors import NameServiceError
+from corral.name_resolve.base import Lease, NameService, NameServiceError
 from corral.name_resolve.keys import TrialKeys
-from corral.name_resolve.lease import Lease
 from corral.scheduling.worker_information import parse_worker_id
 from corral.workers.lifecycle.notice import Notice
 from corral.workers.lifecycle.presence import Presence

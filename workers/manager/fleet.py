@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from corral.name_resolve.errors import NameServiceError
+from corral.name_resolve.base import NameServiceError
 from corral.workers.checkpoint.published_weights import PublishedWeights, Refusal, WeightsInUse
 from corral.workers.generation.control import PROBE_TIMEOUT_S, ControlClient
 from corral.workers.generation.server_client import ServerError

@@ -27,7 +27,7 @@ import msgspec
 
 from corral.experiments.trial.worker_record import MASTER
 from corral.experiments.worker_specs import GserverManagerSpec
-from corral.name_resolve.errors import NameNotFoundError
+from corral.name_resolve.base import NameNotFoundError
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.checkpoint.committed_ledger import CommittedLedger

@@ -102,16 +102,15 @@ from functools import cached_property, partial
 from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.trial.attempts import may_resume
 from corral.experiments.trial.journal import Journal
-from corral.experiments.trial.log import LogWriter, TrialLog
+from corral.experiments.trial.log import LogWriter, TrialLog, read_whole_log
 from corral.experiments.trial.log_state import DoneError, StoppedError, SupersededError
-from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.experiments.worker_specs import (
     DatasetSpec,
     GserverManagerSpec,
     MasterWorkerSpec,
     ModelWorkerSpec,
 )
-from corral.name_resolve.lease import Lease
+from corral.name_resolve.base import Lease
 from corral.scheduling.staleness import ReorderWindow
 from corral.workers.checkpoint.checkpoint import (
     NoValidCheckpointError,

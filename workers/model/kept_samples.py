@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from corral.experiments.config.samples import SamplesConfig
+from corral.experiments.config.control import SamplesConfig
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.samples import PART, samples_file, schema
 from corral.scheduling.keys import EPISODES, REMARKS, REWARD_PARTS, KeyLayout

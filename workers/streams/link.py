@@ -17,7 +17,7 @@ from typing import Generic
 
 import zmq
 
-from corral.name_resolve.errors import NameServiceError
+from corral.name_resolve.base import NameServiceError
 from corral.workers.streams.closing import cancel
 from corral.workers.streams.codec import BodyT, Buffer, Message, MessageCodec
 from corral.workers.streams.errors import (

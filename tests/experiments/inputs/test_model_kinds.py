@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.inputs.model_kinds import MEGATRON_MODELS, megatron_refusals
+from corral.experiments.inputs.decoder_config import MEGATRON_MODELS, megatron_refusals
 
 
 @pytest.mark.parametrize("kind", MEGATRON_MODELS)

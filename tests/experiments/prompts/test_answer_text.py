@@ -10,7 +10,7 @@ from corral.experiments.prompts import tokens
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import answer_text, encode_answer, encode_prompt, token_bytes
 from corral.workers.episodes.partial_answer import PartialAnswer
-from corral.workers.episodes.stops import stopper
+from corral.workers.episodes.partial_answer import stopper
 from tests.chat_models import VOCABULARY, ids_of, write_chat_tokenizer
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from corral.experiments.config.control import TrainControl
 from corral.experiments.trial import log as trial_logs
-from corral.experiments.trial.log import LogWriter, TrialLog
+from corral.experiments.trial.log import DirectoryStorage, LogWriter, TrialLog
 from corral.experiments.trial.log_state import (
     MOST_COMMITS,
     Claim,
@@ -30,7 +30,6 @@ from corral.experiments.trial.log_state import (
     TrialLogError,
     UncertainAppendError,
 )
-from corral.experiments.trial.log_storage import DirectoryStorage
 from corral.scheduling.policy_version import PolicyVersion
 
 

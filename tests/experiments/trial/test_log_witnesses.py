@@ -7,9 +7,8 @@ import pytest
 
 from corral.experiments.trial import log
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.log import LogWriter, TrialLog
+from corral.experiments.trial.log import LogWriter, TrialLog, read_whole_log
 from corral.experiments.trial.log_state import CorruptLogError
-from corral.experiments.trial.log_witnesses import read_whole_log
 from corral.workers.checkpoint.ledger import LedgerDelta, write_delta
 
 

@@ -16,9 +16,8 @@ import pytest
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.page.choose import choose_trials
 from corral.launcher.page.server import PageServer
-from corral.launcher.page.view import TrialViews
+from corral.launcher.page.view import TrialViews, choose_trials
 from tests.chromium import Chromium, Tab, require_chromium
 from tests.launcher.page.page_trials import HOSTILE, add_answers, add_steps, add_timeline, drawn, reach, write_trial
 

@@ -14,8 +14,7 @@ from corral.experiments.trial.journal import Journal
 from corral.launcher.cluster.own_job import OwnJob
 from corral.launcher.files import patience
 from corral.launcher.layout.layout import RunningAllocation
-from corral.launcher.slurm.cluster import SlurmCluster
-from corral.launcher.slurm.job_end import JobEnd
+from corral.launcher.slurm.cluster import JobEnd, SlurmCluster
 from corral.launcher.supervisor.continuation import Continuation
 from tests.launcher.trials import StubTrial
 

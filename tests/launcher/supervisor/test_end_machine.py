@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from corral.experiments.trial.attempt_end_record import EndState
 from corral.experiments.trial.attempts import AttemptRefusedError, WhyNot
-from corral.launcher.slurm.job_end import JobEnd
+from corral.launcher.slurm.cluster import JobEnd
 from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.attempt_end import EndEvent, EndMachine, EndPhase
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.experiments.trial.spans import PHASES, Span
-from corral.launcher.timeline.trace import trace_of
+from corral.launcher.timeline.reader import trace_of
 from tests.trace_format import check_format
 
 WORKERS = ("master_worker/0", "model_worker/0", "rollout_worker/0")

@@ -13,8 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForTokenClassification
 
 from corral.experiments.config.model import Recompute
-from corral.experiments.inputs.decoder_config import decoder_sizes
-from corral.experiments.inputs.model_kinds import megatron_refusals
+from corral.experiments.inputs.decoder_config import decoder_sizes, megatron_refusals
 from corral.scheduling.memory.model import Adapters, RoleModel
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.algorithms.base import response_mask

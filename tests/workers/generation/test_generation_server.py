@@ -22,7 +22,7 @@ from corral.experiments.inputs.other_pythons import sglang_python
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.trial.processes import process_start_ticks
-from corral.name_resolve.errors import NameNotFoundError
+from corral.name_resolve.base import NameNotFoundError
 from corral.name_resolve.keys import TrialKeys
 from corral.workers.generation.generation_server import GenerationServer
 from corral.workers.generation.sglang_process import SglangProcess

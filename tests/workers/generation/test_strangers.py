@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from corral.experiments.trial.trust import new_identity
-from corral.name_resolve.errors import NameServiceUnavailableError
+from corral.name_resolve.base import NameServiceUnavailableError
 from corral.name_resolve.redis import RedisNameService
 from corral.workers.checkpoint.manifest import read_manifest
 from corral.workers.generation.control import ControlClient

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.name_resolve.errors import NameServiceUnavailableError
+from corral.name_resolve.base import NameServiceUnavailableError
 from corral.workers.lifecycle.worker import Worker
 from tests.launcher.trials import make_plan
 from tests.name_services import MemoryNameService

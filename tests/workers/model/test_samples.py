@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from corral.experiments.worker_specs import ModelWorkerSpec
-from corral.name_resolve.errors import NameNotFoundError
+from corral.name_resolve.base import NameNotFoundError
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.delivery.messages import TrajectoryHeader

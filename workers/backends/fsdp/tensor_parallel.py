@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from corral.experiments.inputs.model_kinds import TENSOR_PARALLEL_MODELS
+from corral.experiments.inputs.decoder_config import TENSOR_PARALLEL_MODELS
 from corral.workers.backends.chunked_head import ChunkedHead
 from corral.workers.backends.chunked_scores import VocabularyShare
 from corral.workers.backends.context_parallel import with_transpose

@@ -22,7 +22,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from corral.experiments.inputs.model_kinds import MIXTURES, megatron_refusals
+from corral.experiments.inputs.decoder_config import MIXTURES, megatron_refusals
 from corral.scheduling.parallel import stage_layers
 from corral.workers.backends.lora import is_adapter
 from corral.workers.backends.megatron.experts import MIXTRAL_NAMES, QWEN_NAMES, expert_settings

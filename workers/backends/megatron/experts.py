@@ -33,8 +33,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
-from corral.experiments.inputs.decoder_config import sparse_layers
-from corral.experiments.inputs.model_kinds import MIXTURES
+from corral.experiments.inputs.decoder_config import MIXTURES, sparse_layers
 from corral.workers.backends.grouped_product import grouped_product
 
 _GATE_UP, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"

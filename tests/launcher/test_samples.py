@@ -11,12 +11,21 @@ import pytest
 from rich.console import Console
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.experiments.config.samples import SamplesConfig
+from corral.experiments.config.control import SamplesConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.samples import files_by_step
-from corral.launcher.samples.find import KeptAnswers, by_prompt, gaps_of, name_of
-from corral.launcher.samples.show import as_diff, as_table, as_whole, dropped_table, prompts_table
+from corral.launcher.samples import (
+    KeptAnswers,
+    as_diff,
+    as_table,
+    as_whole,
+    by_prompt,
+    dropped_table,
+    gaps_of,
+    name_of,
+    prompts_table,
+)
 from corral.scheduling.keys import remarks_key
 from corral.workers.algorithms.advantage import advantage_named
 from corral.workers.algorithms.ppo_batch import prepare_actor_sample
