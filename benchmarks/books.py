@@ -38,8 +38,14 @@ from corral.experiments.trial.log import TrialLog  # noqa: E402
 from corral.experiments.trial.log_state import Claim, Commit  # noqa: E402
 from corral.experiments.worker_specs import DatasetSpec  # noqa: E402
 from corral.workers.checkpoint.checkpoint import CheckpointWriter  # noqa: E402
-from corral.workers.checkpoint.checkpoint import CommittedLedger  # noqa: E402
-from corral.workers.checkpoint.ledger import LEDGER_NAME, Ledger, LedgerDelta, numbers_of, write_delta  # noqa: E402
+from corral.workers.checkpoint.ledger import (  # noqa: E402
+    LEDGER_NAME,
+    CommittedLedger,  # noqa: E402
+    Ledger,
+    LedgerDelta,
+    numbers_of,
+    write_delta,
+)
 from corral.workers.data.prompts import uids_of_passes  # noqa: E402
 
 T = TypeVar("T")

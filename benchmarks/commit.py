@@ -43,8 +43,7 @@ from corral.scheduling.mesh import Mesh  # noqa: E402
 from corral.scheduling.parallel import ParallelDims  # noqa: E402
 from corral.scheduling.policy_version import PolicyVersion  # noqa: E402
 from corral.workers.checkpoint.checkpoint import RecoveryPoint, last_valid_commit  # noqa: E402
-from corral.workers.checkpoint.durable_file import ContentDigest  # noqa: E402
-from corral.workers.checkpoint.durable_file import FileEntry  # noqa: E402
+from corral.workers.checkpoint.durable_file import ContentDigest, FileEntry  # noqa: E402
 from corral.workers.checkpoint.ledger import Ledger, numbers_of  # noqa: E402
 from corral.workers.master.commits import Commits  # noqa: E402
 from corral.workers.master.disk import Disk  # noqa: E402

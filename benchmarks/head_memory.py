@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.process_memory import forget_peak, free_bytes, kernel_count  # noqa: E402
-from corral.workers.backends.chunked_head import score_tokens  # noqa: E402
 from corral.workers.backends.base import TokenScores  # noqa: E402
+from corral.workers.backends.chunked_head import score_tokens  # noqa: E402
 
 SEED = 0
 GB = 1e9

@@ -56,12 +56,11 @@ from corral.scheduling.packing import (  # noqa: E402
 from corral.scheduling.redistribution import balanced_partition, partition_near_owners  # noqa: E402
 from corral.workers.algorithms.ppo_actor import PPOActorInterface  # noqa: E402
 from corral.workers.algorithms.ppo_critic import PPOCriticInterface  # noqa: E402
-from corral.workers.backends.base import LossOutput  # noqa: E402
+from corral.workers.backends.base import LossOutput, TokenScores  # noqa: E402
 from corral.workers.backends.fsdp.engine import FSDPEngine  # noqa: E402
 from corral.workers.backends.micro_batches import MicroBatch  # noqa: E402
 from corral.workers.backends.parallel_context import ParallelContext  # noqa: E402
 from corral.workers.backends.sharding import local  # noqa: E402
-from corral.workers.backends.base import TokenScores  # noqa: E402
 from corral.workers.data.sequence_sample import SequenceSample  # noqa: E402
 
 SEED = 0

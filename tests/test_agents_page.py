@@ -30,7 +30,7 @@ from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.workers.agents.contract import AsksOnError, Words
 from corral.workers.agents.language import ModelLanguage, Reply
-from corral.workers.agents.tools import calculator, run_tool, schema_of
+from corral.workers.agents.shipped import calculator, run_tool, schema_of
 from corral.workers.user_code.trials import check_agent, try_reward
 from tests import chat_models
 from tests.workers.data.tiny_tokenizer import EOS, ids_of, write_tokenizer
@@ -186,7 +186,7 @@ def test_single_turn_asks_once(tmp_path: Path) -> None:
 def test_tools_are_called_in_the_form_of_a_pattern(tmp_path: Path) -> None:
     model = Script("1+2=", "3")
     settings = {
-        "tools": ["corral.workers.agents.tools:calculator"],
+        "tools": ["corral.workers.agents.shipped:calculator"],
         "call": r"(?P<expression>[0-9+]+)=",
         "reply": "{output}",
     }

@@ -186,8 +186,8 @@ def test_every_place_that_starts_code_of_a_user_is_known_and_hides_the_secrets()
         if name in starters
     )
     assert found == {
-        ("agents/program.py", "run"): 1,  # bwrap alone
-        ("agents/program.py", "create_subprocess_exec"): 1,  # in an agent's process, where the secrets are hidden
+        ("agents/shipped.py", "run"): 1,  # bwrap alone
+        ("agents/shipped.py", "create_subprocess_exec"): 1,  # in an agent's process, where the secrets are hidden
         ("evaluation/serving.py", "RewardJudge"): 1,
         ("generation/sglang_process.py", "Popen"): 1,  # SGLang is no user's code
         ("master/prompt_weigher.py", "create_subprocess_exec"): 1,

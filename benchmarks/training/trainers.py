@@ -23,11 +23,10 @@ from transformers import AutoModelForCausalLM
 from benchmarks.training.sizes import Sequences, Size, make_sequences
 from corral.experiments.config.model import OptimizerConfig, Recompute
 from corral.scheduling.packing import MicroBatchSpec
-from corral.workers.backends.base import AnyEngine, LossOutput
+from corral.workers.backends.base import AnyEngine, LossOutput, TokenScores
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import init_parallel
-from corral.workers.backends.base import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 
 OPTIMIZER = OptimizerConfig(lr=1e-4, warmup_steps_proportion=0.0)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.shared_prompts.attention import attend_with_shared_prompts
-from corral.workers.shared_prompts.rows import PromptGroup
+from corral.workers.shared_prompts import PromptGroup, attend_with_shared_prompts
 from tests.workers.backends.training_helpers import save_tiny_model
 from tests.workers.shared_prompts.reference import HEAD_DIM, inputs_of, is_seen, plain_attention
 from tests.workers.shared_prompts.scene import grouped_batch, make_engine, shares, train_actor

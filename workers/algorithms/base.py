@@ -21,8 +21,7 @@ from torch import Tensor
 from corral.scheduling.keys import ROUTED_EXPERTS, TEMPERATURES, Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
 from corral.workers.algorithms.functional.token_losses import TokenLosses
-from corral.workers.backends.base import AnyEngine, LossOutput, Numbers, TrainEngine
-from corral.workers.backends.token_scores import TokenScores
+from corral.workers.backends.base import AnyEngine, LossOutput, Numbers, TokenScores, TrainEngine
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.requests.messages import TrainNotice
 

@@ -23,10 +23,9 @@ from corral.workers.algorithms.advantage import AdvantageEstimator
 from corral.workers.algorithms.base import check_call
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
 from corral.workers.algorithms.policy_loss import PolicyLoss
-from corral.workers.backends.base import LOSS_MASK
+from corral.workers.backends.base import LOSS_MASK, TokenScores
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.user_code.trials import UntriedError
 

@@ -25,8 +25,8 @@ from corral.scheduling.keys import Key, KeyLayout
 from corral.workers.algorithms.advantage import AdvantageBatch, AdvantageEstimator, advantage_named
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.policy_loss import PolicyLoss, loss_named
+from corral.workers.backends.base import TokenScores
 from corral.workers.backends.micro_batches import MicroBatch, pack_row
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.user_code.loading import load_callable
 
 _LENGTHS = (7, 4, 9, 6, 5, 8)  # tokens of each answer, its prompt included

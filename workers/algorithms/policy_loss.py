@@ -19,8 +19,8 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.scheduling.keys import Key
 from corral.workers.algorithms.functional import policy_losses
 from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.backends.base import TokenScores
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.user_code.loading import built_in_or_loaded, configured
 
 LossFunction = Callable[[TokenScores, MicroBatch, PPOConfig], TokenLosses]

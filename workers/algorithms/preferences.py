@@ -38,9 +38,8 @@ from corral.workers.algorithms.functional.losses import bradley_terry_loss
 from corral.workers.algorithms.functional.packed import sum_per_answer
 from corral.workers.algorithms.mini_batches import merge_stats
 from corral.workers.algorithms.pair_losses import PairScores, pair_loss_of
-from corral.workers.backends.base import LossOutput, TrainEngine
+from corral.workers.backends.base import LossOutput, TokenScores, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 
 IS_CHOSEN = "is_chosen"

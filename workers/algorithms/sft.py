@@ -20,9 +20,8 @@ from corral.workers.algorithms.base import (
 )
 from corral.workers.algorithms.functional.losses import sft_loss
 from corral.workers.algorithms.mini_batches import merge_stats
-from corral.workers.backends.base import LossOutput, TrainEngine
+from corral.workers.backends.base import LossOutput, TokenScores, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 
 

@@ -17,8 +17,8 @@ from corral.experiments.config.base import FrozenConfig
 from corral.scheduling.keys import Key, built_in
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.policy_loss import ppo
+from corral.workers.backends.base import TokenScores
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.token_scores import TokenScores
 
 
 class SFTMix(FrozenConfig):

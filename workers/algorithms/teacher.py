@@ -20,8 +20,7 @@ import numpy.typing as npt
 from corral.scheduling.keys import TEACHER_PROMPT, TEMPERATURES, built_in, keys_of_teachers, teacher_keys
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs
-from corral.workers.backends.base import TrainEngine
-from corral.workers.backends.token_scores import TokenScores
+from corral.workers.backends.base import TokenScores, TrainEngine
 from corral.workers.data.prompts import source_of
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.teacher_prompts import as_it_is, behind_prompts, kept_prompts

@@ -29,6 +29,21 @@ ScoresT_co = TypeVar("ScoresT_co", covariant=True)
 LOSS_MASK = "loss_mask"
 
 
+# What the engine makes of a language model's output, and losses read: nothing of it is as long as the vocabulary.
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What a language model says of the tokens that came next in one micro-batch."""
+
+    logprobs: Tensor
+    """[T - n] float32, aligned with `MicroBatch.labels`; with gradient in training."""
+    entropy: Tensor
+    """[T - n] float32 of the distribution that each token came from; without gradient."""
+    asked: Tensor | None = None
+    """[T - n, k] float32: log-probabilities of `MicroBatch.asked`; with gradient in training."""
+
+
 @dataclass(frozen=True, slots=True)
 class LossOutput:
     """Sums over one micro-batch: over the True entries of the key that is counted, which is the loss mask."""

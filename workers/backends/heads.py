@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from corral.scheduling.keys import KeyLayout
+from corral.workers.backends.base import TokenScores
 from corral.workers.backends.chunked_head import Question
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.router_replay import tell_routers
-from corral.workers.backends.token_scores import TokenScores
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,7 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.base import LOSS_MASK, LossFunction, Numbers, StepCondition
 from corral.workers.backends.files.adapters import adapter_config
-from corral.workers.backends.files.share import WeightShare, companion_files
-from corral.workers.backends.files.weights import WeightBase
+from corral.workers.backends.files.weights import WeightBase, WeightShare, companion_files
 from corral.workers.backends.heads import HEADS
 from corral.workers.backends.host_copies import Offloaded, state_that_can_leave
 from corral.workers.backends.lora import fold_sums

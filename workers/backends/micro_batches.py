@@ -22,7 +22,7 @@ from torch import Tensor
 from corral.scheduling.keys import FOR_PEOPLE, ROUTED_EXPERTS, TEACHER_TOPK_IDS, TEMPERATURES, KeyLayout, find_declared
 from corral.scheduling.packing import MicroBatchSpec, pack_first_fit_decreasing
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
-from corral.workers.shared_prompts.rows import (
+from corral.workers.shared_prompts import (
     Beginnings,
     PromptGroup,
     SharedRow,

@@ -21,8 +21,7 @@ from transformers import AttentionInterface
 from corral.workers.backends.context_parallel import to_heads, to_tokens
 from corral.workers.backends.sharding import layers_of
 from corral.workers.backends.varlen_attention import attend_in_one_call, setting_of, takes_one_call
-from corral.workers.shared_prompts.attention import attend_with_shared_prompts, in_row, stacked
-from corral.workers.shared_prompts.rows import PromptGroup
+from corral.workers.shared_prompts import PromptGroup, attend_with_shared_prompts, in_row, stacked
 
 PACKED_ATTENTION = "corral_packed_sdpa"
 _GROUP = "context_parallel_group"  # of an attention layer

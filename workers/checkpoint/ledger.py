@@ -34,8 +34,7 @@ import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.experiments.trial.log_state import Commit
-from corral.workers.checkpoint.content_digest import digest_of, mismatch
-from corral.workers.checkpoint.durable_file import FileEntry, write_durable
+from corral.workers.checkpoint.durable_file import FileEntry, digest_of, mismatch, write_durable
 from corral.workers.data.prompts import split_uid
 
 OPEN: Final = 0

@@ -28,8 +28,16 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from corral.experiments.trial.directory import atomic_write, fsync_directory, link_files
-from corral.workers.checkpoint.content_digest import DIGEST_NAME, ContentDigest, digest_of, mismatch
-from corral.workers.checkpoint.durable_file import CACHED_BYTES, FileEntry, for_each_file, no_progress
+from corral.workers.checkpoint.durable_file import (
+    CACHED_BYTES,
+    DIGEST_NAME,
+    ContentDigest,
+    FileEntry,
+    digest_of,
+    for_each_file,
+    mismatch,
+    no_progress,
+)
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@
 
 Requests join and leave between steps. A GPU computes a step while the tokens of the one before are read: what a request
 gets beyond its end is thrown away, so outputs, versions and counters are those of reading each step at once, which is
-what a CPU does. Nothing here knows threads or sockets: loop.py runs it, server.py serves it.
+what a CPU does. Nothing here knows threads or sockets: engine.py runs it, server.py serves it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ import torch
 from torch import Tensor, nn
 
 from corral.experiments.config.rollout import UpdateMode
-from corral.workers.engine.answer_text import DecodeText
 from corral.workers.engine.attention import KVCache, RowSpans, TokenAttention, call_cost
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.device_rows import DecodeRows, UnreadTokens
-from corral.workers.engine.prefill import Prefill
-from corral.workers.engine.prefixes import SharedPrefixes
+from corral.workers.engine.prefill import Prefill, SharedPrefixes
 from corral.workers.engine.requests import (
     AbortFinish,
     ActiveRequest,
     ChosenExperts,
+    DecodeText,
     FinishReason,
     GenerationRequest,
     RequestOutput,

@@ -9,7 +9,7 @@ Apart from the server's, since the worker must know what happens to its server, 
         `──► 404, whatever else it names
 
 Only what a manifest lists has a name here, and only while its version is held: a path is never made from what was asked
-for before that was found among those names. The asking end is `workers/weight_transport/peers.py`.
+for before that was found among those names. The asking end is `workers/weight_transport/staging.py`.
 """
 
 import asyncio

@@ -13,8 +13,7 @@ import transformers.modeling_utils  # noqa: F401 - what loading a model imports,
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.workers.engine.engine import GenerationEngine, StagedModel
-from corral.workers.engine.loop import EngineStoppedError
+from corral.workers.engine.engine import EngineStoppedError, GenerationEngine, StagedModel
 from corral.workers.engine.server import EngineServer
 from corral.workers.engine.weights import WeightsRejectedError
 from corral.workers.generation.backend import NewWeights, Progress, ServerAccess

@@ -30,7 +30,7 @@ from corral.experiments.worker_specs import GserverManagerSpec
 from corral.name_resolve.base import NameNotFoundError
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
-from corral.workers.checkpoint.committed_ledger import CommittedLedger
+from corral.workers.checkpoint.checkpoint import CommittedLedger
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights, WeightsInUse
 from corral.workers.data.prompts import PlannedPrompts
 from corral.workers.generation.control import ControlClient

@@ -31,7 +31,7 @@ from corral.scheduling.model_function_call import ModelName
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.master.sample_source import BufferedSample, buffered
-from corral.workers.requests.client import RequestClient
+from corral.workers.requests.client import PendingReplies, RequestClient
 from corral.workers.requests.messages import (
     ClearDataCache,
     Fetch,
@@ -50,7 +50,6 @@ from corral.workers.requests.messages import (
     Written,
     WrittenReply,
 )
-from corral.workers.requests.pending_replies import PendingReplies
 from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
 
 logger = logging.getLogger(__name__)

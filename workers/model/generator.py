@@ -34,9 +34,8 @@ from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
 from corral.workers.episodes.log import Branch
-from corral.workers.episodes.partial_answer import PartialAnswer
+from corral.workers.episodes.partial_answer import PartialAnswer, stopper
 from corral.workers.episodes.routed_experts import AnswerExperts
-from corral.workers.episodes.stops import stopper
 from corral.workers.episodes.stream_events import NOT_FINITE
 from corral.workers.episodes.trajectories import group_statistics, make_sample
 from corral.workers.lifecycle.timeline import Record, unrecorded

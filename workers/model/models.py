@@ -31,7 +31,7 @@ from corral.scheduling.model_function_call import CallType, ModelFunctionCall, M
 from corral.workers.algorithms.base import ModelInterface, check_call
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
 from corral.workers.backends.base import Numbers
-from corral.workers.backends.files.share import WeightShare
+from corral.workers.backends.files.weights import WeightShare
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.mesh_engine import MeshEngine
 from corral.workers.backends.parallel_context import ParallelContext

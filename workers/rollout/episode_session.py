@@ -16,7 +16,7 @@ from typing import Any
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.episodes.log import EpisodeLog, Turn
-from corral.workers.episodes.stops import stopper
+from corral.workers.episodes.partial_answer import stopper
 from corral.workers.episodes.turn_request import EndReason, EpisodeEndedError, RequestRefusedError, TurnRequest
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.turn_journal import EpisodeJournal, question_of

@@ -34,9 +34,8 @@ from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.trial.spans import Span
 from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.episodes.partial_answer import MalformedEventError, PartialAnswer
+from corral.workers.episodes.partial_answer import MalformedEventError, PartialAnswer, Watch, stopper
 from corral.workers.episodes.routed_experts import AnswerExperts
-from corral.workers.episodes.stops import Watch, stopper
 from corral.workers.episodes.stream_events import NOT_FINITE, stream_events
 from corral.workers.episodes.turn_request import SERVER_ERROR, RequestRefusedError
 from corral.workers.lifecycle.timeline import Record, unrecorded

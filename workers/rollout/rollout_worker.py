@@ -35,7 +35,7 @@ from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.trial.spans import Span
 from corral.experiments.trial.worker_record import MANAGER
 from corral.experiments.worker_specs import RolloutWorkerSpec
-from corral.workers.checkpoint.committed_ledger import CommittedLedger
+from corral.workers.checkpoint.checkpoint import CommittedLedger
 from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.data.prompts import BAD_ROW, split_uid
 from corral.workers.delivery.messages import (

@@ -5,7 +5,7 @@
                     other hosts, one after the other ───────► pieces ─┼─ hashed on the way ──► the manifest's digest?
                     the shared file system ─────────────────► pieces ─┘                             no, damaged, gone:
                                                                                                     the next one
-What is asked is where the bytes are (a place), and how few of them it takes (an encoding: `deltas.py`, `adapters.py`).
+What is asked is where the bytes are (a place), and how few of them it takes (an encoding: `deltas.py`, `by_adapter`).
 None need know which version follows which: what comes out is compared with what was published, so that nothing depends
 on whom it came from but time. What the shared file system has is the version itself: if that differs, it is torn.
 
@@ -29,8 +29,14 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from corral.workers.checkpoint.content_digest import ContentDigest, mismatch
-from corral.workers.checkpoint.durable_file import CACHED_BYTES, FileEntry, for_each_file, write_hashed
+from corral.workers.checkpoint.durable_file import (
+    CACHED_BYTES,
+    ContentDigest,
+    FileEntry,
+    for_each_file,
+    mismatch,
+    write_hashed,
+)
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 from corral.workers.checkpoint.manifest import (
     ADAPTER_FOLDER,

@@ -9,8 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from corral.experiments.prompts import tokens
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import answer_text, encode_answer, encode_prompt, token_bytes
-from corral.workers.episodes.partial_answer import PartialAnswer
-from corral.workers.episodes.partial_answer import stopper
+from corral.workers.episodes.partial_answer import PartialAnswer, stopper
 from tests.chat_models import VOCABULARY, ids_of, write_chat_tokenizer
 
 

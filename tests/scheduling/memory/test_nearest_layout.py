@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.memory.nearest_layout import distance, layouts_of, nearest_layout
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import ParallelDims, distance, layouts_of, nearest_layout
 
 MAX_GPUS = 24
 EVERY_LAYOUT = [dims for num_gpus in range(1, MAX_GPUS + 1) for dims in layouts_of(num_gpus, spreads_experts=True)]

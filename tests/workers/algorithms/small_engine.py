@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from corral.scheduling.packing import MicroBatchSpec
-from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition
+from corral.workers.backends.base import LOSS_MASK, LossFunction, StepCondition, TokenScores
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 from tests.workers.backends.training_helpers import VOCAB_SIZE
 

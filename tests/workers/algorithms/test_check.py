@@ -16,8 +16,8 @@ from corral.workers.algorithms.functional.packed import mean_per_answer, per_tok
 from corral.workers.algorithms.functional.policy_losses import importance_ratio
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.policy_loss import LOSSES, PolicyLoss, center_logprobs
+from corral.workers.backends.base import TokenScores
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.token_scores import TokenScores
 
 CONFIG = PPOConfig(eps_clip=0.2)
 

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from corral.experiments.config.algorithm import DistillationConfig, KLConfig, PPOConfig
 from corral.workers.algorithms.base import response_mask
-from corral.workers.algorithms.batch_stats import batch_stats
-from corral.workers.algorithms.ppo_actor import PPOActorInterface
+from corral.workers.algorithms.ppo_actor import PPOActorInterface, batch_stats
 from corral.workers.algorithms.ppo_batch import advantage_batch, measure_batch, teacher_advantages, weigh_behaviour
+from corral.workers.backends.base import TokenScores
 from corral.workers.backends.micro_batches import make_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.training_helpers import make_sample
 

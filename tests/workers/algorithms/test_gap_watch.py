@@ -19,11 +19,10 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.gap_watch import FirstPass
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
-from corral.workers.backends.base import LossOutput
+from corral.workers.backends.base import LossOutput, TokenScores
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import ContinuousBatch
 from corral.workers.engine.decoder import Decoder

@@ -12,7 +12,7 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.worker_specs import BehaviourSpec
 from corral.workers.algorithms.functional.logprob_gap import ComparedTokens, LogprobGap
-from corral.workers.algorithms.gap_causes import TwoSides, likely_causes
+from corral.workers.algorithms.gap_watch import TwoSides, likely_causes
 
 THRESHOLD = 0.01
 Token = tuple[float, float, float]

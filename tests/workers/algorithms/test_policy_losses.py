@@ -23,8 +23,8 @@ from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.luffy import Luffy
 from corral.workers.algorithms.self_imitation import SelfImitation
 from corral.workers.algorithms.sft_mix import SFTMix
+from corral.workers.backends.base import TokenScores
 from corral.workers.backends.micro_batches import MicroBatch
-from corral.workers.backends.token_scores import TokenScores
 
 NUM_TOKENS = 200
 LENGTHS = [1, 40, 0, 7, 100, 52]

@@ -13,10 +13,10 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.policy_losses import behaviour_weights, ppo_clip
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
+from corral.workers.backends.base import TokenScores
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.micro_batches import make_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.requests import GenerationRequest

@@ -29,9 +29,15 @@ from transformers import (
 )
 
 from corral.scheduling.packing import MicroBatchSpec
-from corral.workers.backends import chunked_scores
-from corral.workers.backends.chunked_head import ChunkedHead, Question, install_chunked_head
-from corral.workers.backends.chunked_scores import VocabularyShare, likeliest_tokens, score_tokens
+from corral.workers.backends import chunked_head
+from corral.workers.backends.chunked_head import (
+    ChunkedHead,
+    Question,
+    VocabularyShare,
+    install_chunked_head,
+    likeliest_tokens,
+    score_tokens,
+)
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
@@ -268,11 +274,11 @@ def test_no_tensor_has_a_logit_of_every_token(dtype: torch.dtype) -> None:
 
 def test_a_chunk_is_a_bounded_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(num_tokens=64, vocab_size=40, hidden_size=3)
-    monkeypatch.setattr(chunked_scores, "_CHUNK_BYTES", 4 * 40 * 7 + 3)
+    monkeypatch.setattr(chunked_head, "_CHUNK_BYTES", 4 * 40 * 7 + 3)
     with LargestTensor() as largest:
         case.found()
     assert largest.numel == 7 * 40
-    monkeypatch.setattr(chunked_scores, "_CHUNK_BYTES", 1)  # a token at a time at the least
+    monkeypatch.setattr(chunked_head, "_CHUNK_BYTES", 1)  # a token at a time at the least
     assert_close(case.found(), case.expected(), atol=2e-4)
 
 
@@ -399,7 +405,7 @@ def play_rank(context: ParallelContext, directory: Path) -> None:
     np.savez(directory / f"apart-{context.rank}.npz", **found)
     asked = asked_scores(cut_case(), rows=CUTS[context.rank], share=share, chunk_tokens=3 + context.rank)
     np.savez(directory / f"asked-{context.rank}.npz", **asked)
-    chunked_scores._CHUNK_BYTES = 4 * VOCAB_SIZE * FEW_TOKENS  # type: ignore[misc]
+    chunked_head._CHUNK_BYTES = 4 * VOCAB_SIZE * FEW_TOKENS  # type: ignore[misc]
     for name in MODELS:
         train(make_engine(directory / name, context), UIDS_BY_RANK[context.rank], directory / f"{name}-two")
     low = make_engine(directory / "qwen2_tied", context, compute_dtype=torch.bfloat16)
@@ -487,7 +493,7 @@ def test_training_in_several_chunks_is_that_of_plain_transformers(
 ) -> None:
     trained = two_ranks / f"{name}-two"
     if num_ranks == 1:
-        monkeypatch.setattr(chunked_scores, "_CHUNK_BYTES", 4 * VOCAB_SIZE * FEW_TOKENS)
+        monkeypatch.setattr(chunked_head, "_CHUNK_BYTES", 4 * VOCAB_SIZE * FEW_TOKENS)
         trained = tmp_path
         train(make_engine(two_ranks / name), ["0:0", "0:1", "0:2"], trained)
     weights, expected = read_weights(trained), plain_training(two_ranks / name)

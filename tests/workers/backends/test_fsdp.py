@@ -15,12 +15,11 @@ from corral.experiments.config.model import OptimizerConfig
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.losses import sft_loss
-from corral.workers.backends.base import LossOutput
+from corral.workers.backends.base import LossOutput, TokenScores
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.mesh_engine import learning_rate
 from corral.workers.backends.micro_batches import MicroBatch, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.checkpoint.manifest import write_manifest
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.files.stored_states import whole_state

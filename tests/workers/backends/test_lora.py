@@ -25,12 +25,11 @@ from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.losses import sft_loss
-from corral.workers.backends.base import LossOutput
+from corral.workers.backends.base import LossOutput, TokenScores
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import generate_greedily
 from tests.workers.backends.files.stored_states import whole_state

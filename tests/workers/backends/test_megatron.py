@@ -17,10 +17,9 @@ from corral.experiments.inputs.decoder_config import decoder_sizes, megatron_ref
 from corral.scheduling.memory.model import Adapters, RoleModel
 from corral.scheduling.parallel import ParallelDims
 from corral.workers.algorithms.base import response_mask
-from corral.workers.backends.base import LossOutput
+from corral.workers.backends.base import LossOutput, TokenScores
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_checks import (

@@ -38,14 +38,13 @@ from corral.scheduling.memory.model import Adapters, CallSizes, RoleModel
 from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import ParallelDims
-from corral.workers.backends import chunked_scores
-from corral.workers.backends.base import LossOutput
+from corral.workers.backends import chunked_head
+from corral.workers.backends.base import LossOutput, TokenScores
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.backends.sharding import local, sum_gradients
-from corral.workers.backends.token_scores import TokenScores
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.training_helpers import make_sample, memory_changes, optimizer_config, value_loss
 
@@ -332,4 +331,4 @@ def test_the_peak_of_a_step_is_estimated_within_a_fifth_and_hardly_too_low(
 
 
 def test_the_head_works_on_chunks_of_the_size_that_is_planned_with() -> None:
-    assert HEAD_CHUNK_BYTES == chunked_scores._CHUNK_BYTES
+    assert HEAD_CHUNK_BYTES == chunked_head._CHUNK_BYTES

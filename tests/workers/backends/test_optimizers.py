@@ -15,14 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from corral.experiments.config.model import OptimizerConfig
 from corral.workers.algorithms.base import response_mask
-from corral.workers.backends.base import LossOutput
+from corral.workers.backends.base import LossOutput, TokenScores
 from corral.workers.backends.files.weights import as_stored
 from corral.workers.backends.fsdp import optimizers
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.fsdp.optimizers import orthogonalized
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.token_scores import TokenScores
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.replay_scene import save_tiny_mixture

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from corral.experiments.config.model import Recompute
 from corral.scheduling.keys import ROUTED_EXPERTS
 from corral.workers.algorithms.base import compute_logprobs, response_mask
-from corral.workers.algorithms.batch_stats import batch_stats
+from corral.workers.algorithms.ppo_actor import batch_stats
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.router_replay import install_router_replay, tell_routers
 from corral.workers.engine.batch import generate_greedily

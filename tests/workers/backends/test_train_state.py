@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from corral.workers.backends.base import Numbers
-from corral.workers.backends.fsdp.state import make_shard, read_state
+from corral.workers.backends.fsdp.engine import make_shard, read_state
 from corral.workers.backends.train_state import ADAMW, HEADER, StoredState, TrainStateHeader, read_header
 from corral.workers.checkpoint.durable_file import FileEntry
 from tests.workers.checkpoint.sealing import describe

@@ -5,7 +5,7 @@ import struct
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from corral.workers.checkpoint.content_digest import ContentDigest, digest_of, mismatch
+from corral.workers.checkpoint.durable_file import ContentDigest, digest_of, mismatch
 
 INITIAL = (0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19)
 ORDER = (2, 6, 3, 10, 7, 0, 4, 13, 1, 11, 12, 5, 9, 14, 15, 8)  # of a block's words, from one round to the next

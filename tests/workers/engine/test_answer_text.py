@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from corral.workers.engine.answer_text import answer_text, text_decoder
-from corral.workers.engine.requests import AbortFinish, LengthFinish, StopFinish
+from corral.workers.engine.requests import AbortFinish, LengthFinish, StopFinish, answer_text, text_decoder
 from corral.workers.engine.sampling import SamplingParams
 
 PIECES = [b"a", b"b", b"ab", b" ", b"\n", b"\xc3", b"\xa9", "\u00e9".encode(), b"b\xe2\x82", b"\xac", b"ba\n a"]

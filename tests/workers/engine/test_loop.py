@@ -11,8 +11,7 @@ from typing import get_args
 import pytest
 
 from corral.experiments.config.rollout import UpdateMode
-from corral.workers.engine.engine import GenerationEngine
-from corral.workers.engine.loop import EngineLoop, EngineStoppedError
+from corral.workers.engine.engine import EngineLoop, EngineStoppedError, GenerationEngine
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput
 from corral.workers.engine.sampling import SamplingParams
 from tests.workers.engine.tiny_models import save_tiny_model

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from corral.workers.engine.layer import RMSNorm
+from corral.workers.engine.decoder import RMSNorm
 
 EPSILON = 1e-6
 

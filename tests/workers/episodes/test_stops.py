@@ -5,8 +5,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.episodes.partial_answer import PartialAnswer
-from corral.workers.episodes.stops import stopper
+from corral.workers.episodes.partial_answer import PartialAnswer, stopper
 
 WORDS = ("a", "b", "ab", "", "\u00e9", "c")  # of the tokens 0 to 5; some are part of a text, and one is nothing
 

@@ -21,8 +21,7 @@ from corral.workers.generation.weight_updates import Staged, WeightUpdates
 from corral.workers.streams.https import open_session, serve
 from corral.workers.weight_transport.filling import Encode, Filling, FindWay, StagedVersion, whole
 from corral.workers.weight_transport.host_weights import HostWeights
-from corral.workers.weight_transport.peers import Peers
-from corral.workers.weight_transport.staging import WeightStaging
+from corral.workers.weight_transport.staging import Peers, WeightStaging
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, LOOPBACK
 from tests.workers.loop_thread import LoopThread, loop_thread
 from tests.workers.trusted import trust

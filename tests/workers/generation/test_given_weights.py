@@ -23,7 +23,7 @@ from corral.workers.generation import control
 from corral.workers.generation.server_client import ServerError
 from corral.workers.weight_transport.deltas import by_deltas
 from corral.workers.weight_transport.filling import Arrived, Filling, Held, Patience, whole
-from corral.workers.weight_transport.peers import PeerFiles, Peers
+from corral.workers.weight_transport.staging import PeerFiles, Peers
 from tests.strangers import asking, check_only_the_silent_are_closed
 from tests.workers.backends.trained_versions import publish, random_weights, stepped
 from tests.workers.checkpoint.sealing import describe

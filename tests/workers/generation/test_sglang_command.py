@@ -15,12 +15,12 @@ from corral.experiments.config.rollout import (
     EngineConfig,
     SglangConfig,
 )
-from corral.workers.generation.sglang import read_progress
-from corral.workers.generation.sglang_command import (
+from corral.workers.generation.sglang import (
     STAND_INS,
     check_gpus,
     cpus_by_rank,
     has_gpu,
+    read_progress,
     secret_settings,
     sglang_command,
     sglang_environment,

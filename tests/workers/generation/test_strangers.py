@@ -18,7 +18,7 @@ from corral.workers.generation.server_client import ServerError, call
 from corral.workers.generation.sglang import _bound_socket
 from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.filling import Filling, Held, Patience, whole
-from corral.workers.weight_transport.peers import PeerFiles, Peers
+from corral.workers.weight_transport.staging import PeerFiles, Peers
 from tests.strangers import Stranger
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, LOOPBACK
 from tests.workers.trusted import trust

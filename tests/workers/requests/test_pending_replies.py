@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from corral.workers.requests.client import PendingReplies
 from corral.workers.requests.messages import OkReply, Written
-from corral.workers.requests.pending_replies import PendingReplies
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import pytest
 
 from corral.agents import Outcome
 from corral.experiments.exit_codes import WorkerExit
-from corral.workers.agents.program import outcome_of
+from corral.workers.agents.shipped import outcome_of
 from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rollout.agent_processes import AgentHostError, AgentProcesses

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from corral.workers.shared_prompts.rows import PromptGroup
+from corral.workers.shared_prompts import PromptGroup
 
 HEADS, KEY_HEADS, HEAD_DIM = 4, 2, 8
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from corral.workers.shared_prompts.attention import _SharedPromptAttention, attend_with_shared_prompts
-from corral.workers.shared_prompts.rows import PromptGroup
+from corral.workers.shared_prompts import PromptGroup, _SharedPromptAttention, attend_with_shared_prompts
 from tests.workers.shared_prompts.reference import HEAD_DIM, HEADS, KEY_HEADS, inputs_of, is_seen, plain_attention
 
 ROWS = {

@@ -10,7 +10,7 @@ from corral.scheduling.keys import ROUTED_EXPERTS, routed_experts_key
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.shared_prompts.rows import Beginnings, PromptGroup
+from corral.workers.shared_prompts import Beginnings, PromptGroup
 from tests.workers.backends.training_helpers import make_sample
 from tests.workers.shared_prompts.scene import grouped_batch
 

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 from corral.workers.checkpoint.manifest import MANIFEST_NAME, SealedDirectory, write_manifest
-from corral.workers.weight_transport.adapters import BASE_FILE
 from corral.workers.weight_transport.filling import StagedVersion
-from corral.workers.weight_transport.staging import WeightStaging
+from corral.workers.weight_transport.staging import BASE_FILE, WeightStaging
 from tests.workers.checkpoint.sealing import describe
 from tests.workers.weight_transport.adapted_versions import merged, publish_adapted, random_adapter
 from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, joined

@@ -30,8 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from corral.experiments.inputs.decoder_config import TENSOR_PARALLEL_MODELS
-from corral.workers.backends.chunked_head import ChunkedHead
-from corral.workers.backends.chunked_scores import VocabularyShare
+from corral.workers.backends.chunked_head import ChunkedHead, VocabularyShare
 from corral.workers.backends.context_parallel import with_transpose
 from corral.workers.backends.lora import AdaptedLinear, drop_columns, is_adapter
 from corral.workers.backends.low_precision import CastingLinear, product

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch import Tensor, nn
 
 from corral.scheduling.keys import KeyLayout
-from corral.workers.backends.chunked_scores import WHOLE_VOCABULARY, VocabularyShare
+from corral.workers.backends.chunked_head import WHOLE_VOCABULARY, VocabularyShare
 from corral.workers.backends.heads import Head, question_of
 from corral.workers.backends.megatron.bridge import Bridge
 from corral.workers.backends.megatron.experts import GroupedExperts, Replay, mend_router

@@ -2,7 +2,7 @@
 
 SGLang imports names from this package when it starts, whatever it runs on, and on a CPU without AMX then calls none of
 them: it has the same operations in plain torch. So every name can be imported here, and a call says which kernel was
-wanted. On the path of SGLang's processes only where there is no GPU; see `corral.workers.generation.sglang_command`.
+wanted. On the path of SGLang's processes only where there is no GPU; see `corral.workers.generation.sglang`.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@
     import sglang.srt.state_capturer ──► the same of the memory that it keeps routed experts in, which CUDA would pin
 
 Nothing is imported before it is asked for, no file of SGLang is changed, and where there is a GPU this file is not on
-the path; see `corral.workers.generation.sglang_command`. What SGLang imports, in each of its processes, stays: Python
+the path; see `corral.workers.generation.sglang`. What SGLang imports, in each of its processes, stays: Python
 looks for garbage among it seldom, and they start a sixth faster.
 """
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.backends.megatron.places import Stretch, boxes
+from corral.workers.backends.megatron.state import Stretch, boxes
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import mesh_of, save_tiny
 from tests.workers.backends.megatron.experts_scene import KINDS, save_tiny_mixture
