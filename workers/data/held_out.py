@@ -79,6 +79,20 @@ def pass_at_k(values: Mapping[str, float]) -> dict[int, float]:
     return {int(name.removeprefix(_PASS)): value for name, value in values.items() if name.startswith(_PASS)}
 
 
+def means_by_set(sums: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The means of each data set under its name."""
+    return {
+        f"{name}/{key}" if name else key: value for name, each in sums.items() for key, value in means(each).items()
+    }
+
+
+def unjudged_text(name: str, sums: Mapping[str, float], failure: str) -> str:
+    """How many problems of the data set `name` have no reward, and the first failure."""
+    num = sums["problems"] - sums["judged_problems"]
+    of_set = f" of {name}" if name else ""
+    return f"{num:.0f} of {sums['problems']:.0f} held-out problems{of_set} have no reward: {failure}"
+
+
 def added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, float]:
     """The sums of both."""
     return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}

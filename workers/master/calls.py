@@ -137,10 +137,14 @@ class MeshCalls:
         request = Reallocate(source=str(source), target=str(target), eta=eta)
         await self.gang.start(dict.fromkeys(sorted(ranks), request))
 
-    async def evaluate(self, call: ModelFunctionCall, uids: Sequence[str], *, version: int) -> dict[str, float]:
+    async def evaluate(self, call: ModelFunctionCall, uids: Sequence[str], *, version: int) -> StatsReply:
         """Statistics of some held-out rows, or of problems of the call's own."""
         _, _, replies = await self._run(call, uids, version=version, is_last_go=True)
-        return next((dict(reply.stats) for reply in replies.values() if isinstance(reply, StatsReply)), {})
+        told = [reply for reply in replies.values() if isinstance(reply, StatsReply)]
+        return StatsReply(
+            stats=next((reply.stats for reply in told), {}),
+            unjudged={name: text for reply in reversed(told) for name, text in reply.unjudged.items()},
+        )
 
     async def _run(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool

@@ -20,6 +20,7 @@ from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.workers.data.prompts import held_out_uids
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.sample_source import SampleHolders
+from corral.workers.requests.messages import StatsReply
 
 COUNT = "count"
 """The statistic that says over how many (pairs, tokens) the others of a go are means."""
@@ -35,13 +36,13 @@ class HeldOut:
     row_ids: Sequence[str]
     """Of all held-out rows."""
 
-    async def evaluate(self, call: ModelFunctionCall, *, version: int) -> dict[str, float]:
+    async def evaluate(self, call: ModelFunctionCall, *, version: int) -> StatsReply:
         """Statistics over all held-out rows under the present weights."""
         if not call.input_keys:
             return await self.calls.evaluate(call, [], version=version)
         uids = held_out_uids(self.row_ids, version=version)
         goes = [(await self._go(call, part, version=version), len(part)) for part in _parts(uids, call.n_seqs)]
-        return merge_goes(goes)
+        return StatsReply(stats=merge_goes(goes))
 
     async def _go(self, call: ModelFunctionCall, uids: Sequence[str], *, version: int) -> dict[str, float]:
         for sample in await self.holders.load_rows(uids):
@@ -49,7 +50,7 @@ class HeldOut:
         for maker in self.calls.graph.makers_of(call.name):
             for part in _parts(uids, maker.n_seqs):
                 await self.calls.run_call(maker, part, version=version, is_last_go=part[-1] == uids[-1])
-        stats = await self.calls.evaluate(call, uids, version=version)
+        stats = (await self.calls.evaluate(call, uids, version=version)).stats
         self.holders.clear(self.calls.buffer.release(uids))
         return stats
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 
 from corral.experiments.trial.worker_record import MANAGER
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.data.held_out import means
+from corral.workers.data.held_out import means_by_set, unjudged_text
 from corral.workers.master.best import BestWeights
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.metrics import StepLines
@@ -101,12 +101,12 @@ class ServerEvaluations(AsyncClosing):
             self.progress = f"evaluation of version {version}: {reply.num_done} of {reply.num_problems} problems"
             if (reply.epoch, reply.version) != (asked.epoch, asked.version):
                 continue
-            if reply.failures and not (is_told and not reply.is_complete):
-                await self._epoch.tell(alarm_of(reply), step=version.step)
+            if reply.is_complete or (reply.failures and not is_told):
+                failures = reply.failures.items()
+                unjudged = {name: unjudged_text(name, reply.sums[name], failure) for name, failure in failures}
+                await tell_unjudged(self._epoch, unjudged, version=version)
                 is_told = True
             if reply.is_complete:
-                if not reply.failures:
-                    await self._epoch.end_alarm(_TOPIC, "all held-out answers have a reward", step=version.step)
                 stats = stats_of(reply)
                 await self._epoch.disk.run(self._add_line, version, stats)
                 if self._best is not None:
@@ -118,22 +118,23 @@ class ServerEvaluations(AsyncClosing):
         self._lines.add_metrics(version.step, stats)
 
 
-def alarm_of(evaluation: Evaluation) -> TrainNotice:
-    """The alarm about held-out answers that have no reward, with the first failure of each data set."""
-    lines = []
-    for name, failure in evaluation.failures.items():
-        sums = evaluation.sums[name]
-        num = sums["problems"] - sums["judged_problems"]
-        of_set = f" of {name}" if name else ""
-        lines.append(f"{num:.0f} of {sums['problems']:.0f} held-out problems{of_set} have no reward: {failure}")
-    details = f"evaluation of version {evaluation.version}; its means leave them out"
-    return TrainNotice(topic=_TOPIC, is_alarm=True, text=lines[0], details=details, causes=lines[1:])
+async def tell_unjudged(epoch: Epoch, unjudged: Mapping[str, str], *, version: PolicyVersion) -> None:
+    """Tell the alarm about held-out problems without a reward, or its end.
+
+    Args:
+        unjudged: what `unjudged_text` says, by name of the data set; empty if all problems have a reward.
+    """
+    if not unjudged:
+        await epoch.end_alarm(_TOPIC, "all held-out answers have a reward", step=version.step)
+        return
+    text, *causes = unjudged.values()
+    details = f"evaluation of version {version}; its means leave them out"
+    notice = TrainNotice(topic=_TOPIC, is_alarm=True, text=text, details=details, causes=causes)
+    await epoch.tell(notice, step=version.step)
 
 
 def stats_of(evaluation: Evaluation) -> dict[str, float]:
     """As they are in metrics.jsonl."""
     steps = [PolicyVersion.parse(version).step for version in evaluation.versions]
     stats = {"version_min": float(min(steps)), "version_max": float(max(steps))} if steps else {}
-    for name, sums in evaluation.sums.items():
-        stats |= {f"{name}/{key}" if name else key: value for key, value in means(sums).items()}
-    return {f"eval/{key}": value for key, value in stats.items()}
+    return {f"eval/{key}": value for key, value in (stats | means_by_set(evaluation.sums)).items()}

@@ -39,7 +39,7 @@ from corral.workers.master.disk import LogWatch
 from corral.workers.master.epoch import Epoch, check_reallocations
 from corral.workers.master.held_out import HeldOut
 from corral.workers.master.sample_source import Drops, SampleSource, mean_scalars
-from corral.workers.master.server_evaluations import ServerEvaluations
+from corral.workers.master.server_evaluations import ServerEvaluations, tell_unjudged
 from corral.workers.master.step_order import StepOutcome, StepRunner
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.master.weights import PublishedVersions
@@ -353,8 +353,10 @@ class TrainerEpoch:
             known: dict[str, float] = {}
             with epoch.during("evaluate", self.gang.workers):
                 for call in epoch.graph.evaluate_calls:
-                    values = await self.held_out.evaluate(call, version=self._step)
-                    stats = {f"eval/{key}": value for key, value in values.items()}
+                    found = await self.held_out.evaluate(call, version=self._step)
+                    if not call.input_keys:
+                        await tell_unjudged(epoch, found.unjudged, version=self.version)
+                    stats = {f"eval/{key}": value for key, value in found.stats.items()}
                     await epoch.disk.run(self.commits.lines.add_metrics, self._step, stats)
                     known |= stats
             if self.best is not None:

@@ -77,7 +77,6 @@ from corral.workers.requests.messages import (
     ReplyPayload,
     SaveCheckpoint,
     SaveWeights,
-    StatsReply,
     TrainStep,
     Written,
     WrittenReply,
@@ -301,8 +300,8 @@ class ModelWorker(Worker):
                 beat(version=str(request.version + (not reply.is_skipped)))
                 return reply if request.reports else OkReply()
             case Evaluate():
-                stats = self._models.evaluate(request)
-                return StatsReply(stats=stats) if request.reports else OkReply()
+                found = self._models.evaluate(request)
+                return found if request.reports or found.unjudged else OkReply()
             case Reallocate():
                 self._models.reallocate(request)
             case SaveWeights():

@@ -54,6 +54,7 @@ from corral.workers.requests.messages import (
     Reallocate,
     SampleMetadata,
     SaveCheckpoint,
+    StatsReply,
     TrainReply,
     TrainStep,
     WrittenReply,
@@ -364,13 +365,13 @@ class Models:
         sample = self._inputs(call, request.uids)
         return self._models[call.model_name].train_step(call, sample, version=request.version)
 
-    def evaluate(self, request: Evaluate) -> dict[str, float]:
+    def evaluate(self, request: Evaluate) -> StatsReply:
         """What the call's model makes of held-out rows, of those named or of problems of its own."""
         call = self._calls[request.mfc]
         model = self._models[call.model_name]
         if call.name in self._evaluators:
             return self._evaluators[call.name].evaluate(model.engine.model, batch_size=call.n_seqs)
-        return model.evaluate(call, self._inputs(call, request.uids))
+        return StatsReply(stats=model.evaluate(call, self._inputs(call, request.uids)))
 
     def reallocate(self, request: Reallocate) -> None:
         """Let one model take over another one's weights; this rank may hold either, or both."""

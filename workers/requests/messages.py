@@ -133,7 +133,8 @@ class Evaluate(CallRequest, frozen=True, tag="evaluate"):
     """
 
     reports: bool = True
-    """Whether this rank answers with the statistics, which are equal on all ranks; the others answer OkReply."""
+    """Whether this rank answers with the statistics, which are equal on all ranks; another rank answers OkReply, unless
+    some of its problems have no reward."""
 
 
 class Reallocate(MessageBody, frozen=True, tag="reallocate"):
@@ -290,6 +291,8 @@ class StatsReply(MessageBody, frozen=True, tag="stats"):
     """Statistics of a call."""
 
     stats: dict[str, float]
+    unjudged: dict[str, str] = {}
+    """Held-out problems without a reward, as `unjudged_text`, by name of the data set; of this rank's share."""
 
 
 class TrainNotice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -61,7 +61,9 @@ def load(model: Path) -> Any:
 
 def test_a_reward_that_fails_on_a_held_out_answer_is_counted_and_left_out(tmp_path: Path, model: Path) -> None:
     reward = RewardConfig(reward=reward_parts(f"{__name__}:misbehaves"), reward_timeout_s=1.0, reward_retries=0)
-    sums = put(evaluation(tmp_path), model, reward=reward).put_to(load(model), batch_size=2)
+    sums, failure = put(evaluation(tmp_path), model, reward=reward).put_to(load(model), batch_size=2)
+    assert failure.startswith("reward_error: the reward function misbehaves failed 1 times, last: ")
+    assert "test_held_out.py:29" in failure and "ValueError: no such problem" in failure
     assert (sums["problems"], sums["unjudged"], sums["correct"], sums["reward"]) == (8.0, 6.0, 1.0, 1.5)
     found = means(sums)
     assert (found["accuracy"], found["reward/mean"], found["unjudged"]) == (0.5, 0.75, 6.0)
@@ -75,12 +77,12 @@ def test_every_declared_end_ends_a_held_out_answer(tmp_path: Path, model: Path) 
     config = json.loads((model / "config.json").read_text())
     problems = evaluation(tmp_path)
     module = load(model)
-    before = put(problems, model).put_to(module, batch_size=64)["tokens"]
+    before = put(problems, model).put_to(module, batch_size=64)[0]["tokens"]
     assert before == 8 * 8, "the untrained model ends no answer by itself"
     # Every digit is an end too, so that whatever the model says ends at once.
     for name in ("config.json", "generation_config.json"):
         (several / name).write_text(json.dumps({**config, "eos_token_id": [config["eos_token_id"], *range(2, 14)]}))
-    assert put(problems, several).put_to(module, batch_size=64)["tokens"] == 8
+    assert put(problems, several).put_to(module, batch_size=64)[0]["tokens"] == 8
 
 
 def test_a_held_out_prompt_that_is_too_long_is_refused(tmp_path: Path, model: Path) -> None:

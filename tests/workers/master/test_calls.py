@@ -30,6 +30,7 @@ from corral.workers.requests.messages import (
     ReplyPayload,
     Request,
     Rider,
+    StatsReply,
     TrainReply,
     TrainStep,
 )
@@ -51,6 +52,10 @@ class Ranks:
     """Answers everything; `happened` is what was asked, and published, in this order."""
 
     reply: TrainReply = FINE
+    found: Mapping[int, StatsReply] = field(default_factory=dict)
+    """What ranks answer to a call that evaluates."""
+    evaluated: StatsReply | None = None
+    """What the master makes of these answers."""
     happened: list[Any] = field(default_factory=list)
     gives: dict[int, Give] = field(default_factory=dict)
     riders: dict[int, Rider] = field(default_factory=dict)
@@ -72,7 +77,11 @@ class Ranks:
             if isinstance(request, CallRequest) and request.take is not None:
                 self.takes[rank] = request.take
         return {
-            rank: self.reply if isinstance(request, TrainStep) and request.reports else OkReply()
+            rank: self.reply
+            if isinstance(request, TrainStep) and request.reports
+            else self.found.get(rank, OkReply())
+            if isinstance(request, Evaluate)
+            else OkReply()
             for rank, request in requests.items()
         }
 
@@ -112,7 +121,7 @@ def run(
     graph = build_dataflow(spec.calls, called.input_keys)
     calls = MeshCalls(spec, graph, cast(Any, ranks), buffer, Lineage([], epoch=1))
     if called.call_type is CallType.EVALUATE:
-        asyncio.run(calls.evaluate(called, UIDS, version=7))
+        ranks.evaluated = asyncio.run(calls.evaluate(called, UIDS, version=7))
     else:
         step = StepRunner(graph, calls, UIDS, version=7, publish=ranks.publish)
         asyncio.run(step.run() if called.call_type is CallType.TRAIN_STEP else _go(calls, called, is_last_go))
@@ -171,6 +180,16 @@ def test_held_out_rows_are_dealt_to_a_call_that_evaluates_and_one_rank_reports()
         0: Evaluate(mfc="look", uids=["a", "c"], reports=True),
         1: Evaluate(mfc="look", uids=["b", "d"], reports=False),
     }
+
+
+def test_held_out_problems_without_a_reward_are_told_whichever_rank_has_them() -> None:
+    found = {
+        0: StatsReply(stats={"accuracy": 0.5}, unjudged={"easy": "of rank 0"}),
+        1: StatsReply(stats={"accuracy": 0.5}, unjudged={"easy": "of rank 1", "hard": "of rank 1"}),
+    }
+    looked = call(name="look", call_type="evaluate", model_name="actor", output_keys=())
+    ranks, _ = run(looked, Ranks(found=found))
+    assert ranks.evaluated == StatsReply(stats={"accuracy": 0.5}, unjudged={"easy": "of rank 0", "hard": "of rank 1"})
 
 
 @pytest.mark.parametrize(

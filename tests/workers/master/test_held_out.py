@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
-from corral.workers.data.held_out import added, sums_of
+from corral.workers.data.held_out import added, sums_of, unjudged_text
 from corral.workers.data.prompts import is_held_out, split_uid
 from corral.workers.master.held_out import HeldOut, merge_goes
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer
-from corral.workers.master.server_evaluations import alarm_of
-from corral.workers.requests.manager_messages import Evaluation
+from corral.workers.requests.messages import StatsReply
 
 
 @given(st.lists(st.lists(st.floats(0.0, 5.0), max_size=5), min_size=1, max_size=6))
@@ -60,9 +59,9 @@ class Ranks:
         assert version == 7 and self.held.issuperset(uids) and all(map(is_held_out, uids))
         self.asked.append((call.name + ("" if is_last_go else "..."), [split_uid(uid)[1] for uid in uids]))
 
-    async def evaluate(self, call: ModelFunctionCall, uids: Sequence[str], *, version: int) -> dict[str, float]:
+    async def evaluate(self, call: ModelFunctionCall, uids: Sequence[str], *, version: int) -> StatsReply:
         await self.run_call(call, uids, is_last_go=True, version=version)
-        return {"loss": float(len(uids))}
+        return StatsReply(stats={"loss": float(len(uids))})
 
 
 def call(name: str, call_type: CallType, reads: tuple[str, ...], *makes: str, n_seqs: int) -> ModelFunctionCall:
@@ -91,7 +90,7 @@ def evaluate(name: str) -> tuple[Ranks, dict[str, float]]:
     graph, buffer = build_dataflow(CALLS, ["input_ids"]), SequenceBuffer(is_consumed=lambda uid: False)
     ranks = Ranks(graph, buffer)
     held_out = HeldOut(calls=cast(Any, ranks), holders=cast(Any, ranks), row_ids="abcde")
-    stats = asyncio.run(held_out.evaluate(graph.call(name), version=7))
+    stats = asyncio.run(held_out.evaluate(graph.call(name), version=7)).stats
     assert not buffer.samples and not ranks.held
     return ranks, stats
 
@@ -113,19 +112,8 @@ def test_a_call_with_problems_of_its_own_is_asked_once_and_gets_no_rows() -> Non
     assert (ranks.asked, stats) == ([("actor_answers", [])], {"loss": 0.0})
 
 
-def test_held_out_answers_without_a_reward_are_an_alarm_with_their_first_failure() -> None:
-    judged, unjudged = sums_of([1.0], [3]), sums_of([], [], asked=1)
-    evaluation = Evaluation(
-        epoch=1,
-        version="1.20",
-        num_problems=3,
-        num_done=3,
-        sums={"easy": added(judged, unjudged), "hard": unjudged},
-        versions=[],
-        failures={"easy": "reward_error: KeyError: 'result' (my_reward.py:3)", "hard": "agent_error: boom"},
-    )
-    notice = alarm_of(evaluation)
-    assert notice.is_alarm and notice.causes == ["1 of 1 held-out problems of hard have no reward: agent_error: boom"]
-    assert notice.text == (
-        "1 of 2 held-out problems of easy have no reward: reward_error: KeyError: 'result' (my_reward.py:3)"
-    )
+def test_held_out_answers_without_a_reward_are_told_with_the_first_failure_of_their_data_set() -> None:
+    sums = added(sums_of([1.0], [3]), sums_of([], [], asked=4))
+    failure = "reward_error: KeyError: 'result' (my_reward.py:3)"
+    assert unjudged_text("easy", sums, failure) == f"1 of 2 held-out problems of easy have no reward: {failure}"
+    assert unjudged_text("", sums, failure) == f"1 of 2 held-out problems have no reward: {failure}"

@@ -161,6 +161,26 @@ def test_an_alarm_about_dropped_prompts_stands_until_a_step_is_trained(
     assert "40 prompts dropped since the last train step, filtered: the rewards of all 8 answers are 0" in told
 
 
+def test_held_out_answers_that_training_ranks_cannot_judge_are_an_alarm_until_all_have_a_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = trial_of(
+        tmp_path,
+        "evaluation.every_steps=2",
+        "evaluation.sampling.max_new_tokens=8",
+        f"evaluation.dataset.path={tmp_path / 'heldout.jsonl'}",
+        "evaluation.dataset.max_prompt_tokens=16",
+    )
+    failed = "10 of 10 held-out problems have no reward: reward_error: KeyError: 'x' (my_reward.py:3)"
+    unjudged, found = iter([{"": failed}, {"": failed}, {}, {}]), list[tuple[bool, str]]()
+    assert run_master(plan, trial, Gang(unjudged=lambda: next(unjudged)), monkeypatch) == WorkerExit.DONE
+    for event in read_journal(trial.journal_path):
+        if event["event"] == "train_notice":
+            assert event["topic"] == "held-out problems without reward"
+            found.append((event["is_alarm"], event["text"]))
+    assert found == [(True, failed), (True, failed), (False, "all held-out answers have a reward")]
+
+
 # --- waiting for a batch --------------------------------------------------------------------------------------------
 
 

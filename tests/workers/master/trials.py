@@ -72,6 +72,8 @@ class Gang:
     train: Callable[[int], TrainReply] = lambda step: FINE
     at_call: Callable[[str], None] = lambda name: None
     evaluate: Callable[[Evaluate], dict[str, float]] = lambda request: {} if request.uids else {"accuracy": 0.25}
+    unjudged: Callable[[], dict[str, str]] = lambda: {}
+    """Held-out problems without a reward, of each evaluation."""
     evaluated: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     """Every call that evaluated, with its rows."""
     trained: list[tuple[str, ...]] = field(default_factory=list)
@@ -149,7 +151,8 @@ class Gang:
         if isinstance(request, Evaluate):
             self.at_call("evaluate")
             self.evaluated.append((request.mfc, tuple(request.uids)))
-            return dict.fromkeys(requests, StatsReply(stats=self.evaluate(request)))
+            unjudged = {} if request.uids else self.unjudged()
+            return dict.fromkeys(requests, StatsReply(stats=self.evaluate(request), unjudged=unjudged))
         assert isinstance(request, TrainStep)
         self.at_call("train_step")
         self.trained.append(tuple(request.uids))

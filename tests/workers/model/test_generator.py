@@ -82,7 +82,7 @@ def test_no_reward_of_a_model_worker_sees_the_secrets_of_its_trial(
         models.generate(Generate(mfc="ask", uids=["0:a"], orders=[0], tries=[0], version="0.0"))
         evaluated = models.evaluate(Evaluate(mfc="look", uids=[]))
     assert store.gather(["0:a"], ("rewards",)).data["rewards"].tolist() == [0.0]
-    assert evaluated["reward/mean"] == 0.0
+    assert evaluated.stats["reward/mean"] == 0.0
 
 
 def test_answers_follow_from_prompt_and_step_and_are_others_after_a_try_without_a_finite_loss(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def test_a_request_that_fails_halfway_ends_the_rank(tmp_path: Path) -> None:
 class Statistics:
     """Stands for the models of a worker."""
 
-    def evaluate(self, request: Evaluate) -> dict[str, float]:
-        return {"accuracy": 0.5}
+    def evaluate(self, request: Evaluate) -> StatsReply:
+        return StatsReply(stats={"accuracy": 0.5})
 
     def train_step(self, request: TrainStep) -> TrainReply:
         return TrainReply(stats={"loss": 0.5}, num_updates=1, num_nonfinite=0)
