@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TRIAL_NUMBER = re.compile(r"trial-(\d+)", re.ASCII)
+_MAX_WORD_CHARS = 1000
 _FOLDERS = ("logs", "exits", "log", "checkpoints", "weights", "ledger", "spool", "control")
 
 
@@ -155,6 +156,15 @@ class TrialDirectory:
     def last_word_path(self, worker: str) -> Path:
         """Where a worker that fails says why, for rl-status and rl-logs."""
         return self.control_path / f"last-word-{worker.replace('/', '-')}"
+
+    def leave_word(self, worker: str, cause: str) -> None:
+        """Writes down why a worker ends; the supervisor reads it into its records, and rl-status and rl-logs show it.
+
+        Raises:
+            OSError: if the file system refuses.
+        """
+        word = " ".join(cause.split())[:_MAX_WORD_CHARS]
+        atomic_write(self.last_word_path(worker), word.encode(errors="replace"))
 
     def out_of_memory_path(self, worker: str) -> Path:
         """Where a worker's guard notes that it ended for its memory: srun says 1 of it, and SLURM forgets the step."""

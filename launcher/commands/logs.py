@@ -54,6 +54,7 @@ def logs(
     from corral.launcher.logs.failures import describe_failures
     from corral.launcher.logs.files import LinePrinter, LogFinder, attempt_number
     from corral.launcher.logs.lines import end_of_lines
+    from corral.launcher.status.reader import polite_reader
     from corral.launcher.trial.find import default_fileroot
 
     chosen, files = _line_filter(since, grep), PatientFiles()
@@ -65,7 +66,9 @@ def logs(
         return
     if errors:
         number = files.run(lambda: attempt_number(directory, attempt), directory.logs_path)
-        print(files.run(lambda: describe_failures(directory, attempt=number), directory.path))
+        (status,) = polite_reader().read([facts])
+        now = status.troubles if number in (None, status.attempt) else ()
+        print(files.run(lambda: describe_failures(directory, attempt=number, troubles=now), directory.path))
         return
     finder = LogFinder(directory, workers or [], attempt=attempt)
     found = files.run(finder.find, directory.path)

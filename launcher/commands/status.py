@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 _REDRAW_S = 5.0
 _TRIAL_HELP = f"{TRIAL_HELP} Or an experiment's name: all its trials."
-_CHECK_HELP = "Only trouble of one trial: its state, watchers and alarms; exit 8 if there is some."
+_CHECK_HELP = (
+    "Only trouble of one trial: its state, what is wrong besides, alarms and watchers; exit 8 if there is some."
+)
 
 
 def status(
@@ -106,7 +108,8 @@ def _check(facts: "TrialFacts") -> None:
 
     (status,) = polite_reader().read([facts])
     found = [*(finding for finding in status.findings if finding.is_alarm), *status.watch]
-    said = [f"{status.state}: {status.note}"] if status.state in IN_TROUBLE else []
+    said = [f"{status.state}: {status.cause}"] if status.state in IN_TROUBLE else []
+    said += status.troubles
     said += [f"step {finding.step}: {finding.text}; {finding.details}" for finding in found]
     for line in said:
         print(printable(line))

@@ -5,6 +5,8 @@
                                   Redis dead, how an attempt ended -----+
     logs/slurm-*.log, supervisor.log   what SLURM and the supervisor said last
 
+    rl-status' troubles           what is wrong now: a full disk, a tracker or a server that fails
+
     ledger/*.json                 prompts that were dropped, with the reason: of an agent or a reward, its file and line
 
 A worker on a node that failed, or in an attempt that SLURM ended, died of that, though its exit was seen first.
@@ -63,14 +65,18 @@ class Incident:
     details: tuple[str, ...] = ()
 
 
-def describe_failures(directory: TrialDirectory, *, attempt: int | None) -> str:
-    """What ended an attempt, or the last one, with its last words; then what followed from it, and what healed."""
+def describe_failures(directory: TrialDirectory, *, attempt: int | None, troubles: Sequence[str] = ()) -> str:
+    """What ended an attempt, or the last one, with its last words; then what followed from it, and what healed.
+
+    Args:
+        troubles: what is wrong now besides, as rl-status shows it: a full disk, a tracker that fails.
+    """
     events = read_journal(directory.journal_path)
     incidents = [one for one in find_incidents(read_exits(directory), events) if attempt in (None, one.attempt)]
     steps = [line["time"] for line in last_lines(directory.metrics_path) if "time" in line]
     cause = find_cause(incidents, events, last_step_at=max(steps, default=0.0))
     of_attempt = "" if attempt is None else f" in attempt {attempt}"
-    dropped = list(_dropped(directory))
+    dropped, alarms = list(_dropped(directory)), list(_alarms(events, attempt))
     if lost := _lost(directory, attempt):
         lines = [*lost, *_listed("before:", incidents, since=None)]
     elif cause is not None:
@@ -79,9 +85,9 @@ def describe_failures(directory: TrialDirectory, *, attempt: int | None) -> str:
         lines = [f"every failure{of_attempt} has healed; the newest first:"]
         lines += _listed("", failures, since=None)
     else:
-        nothing = "no worker has failed" if dropped else "nothing has failed"
+        nothing = "no worker has failed" if dropped or alarms or troubles else "nothing has failed"
         lines = [nothing + of_attempt, *_slurm_says(directory)]
-    return "\n".join(printable(line) for line in [*lines, *_alarms(events, attempt), *dropped])
+    return "\n".join(printable(line) for line in [*(f"trouble: {one}" for one in troubles), *lines, *alarms, *dropped])
 
 
 def _lost(directory: TrialDirectory, attempt: int | None) -> list[str]:

@@ -14,7 +14,7 @@ Redis and the cluster may know nothing, now or any more: what they cannot say is
     LOST                           it ended without a word    UNKNOWN   nobody can say
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from corral.launcher.status.workers import (
 )
 from corral.launcher.terminal import format_duration, format_moment
 from corral.launcher.trial.exits import is_out_of_memory
-from corral.launcher.trial.history import Finding, PastAttempt
+from corral.launcher.trial.history import Finding, PastAttempt, WorkerLife
 from corral.launcher.trial.metrics import Pace, headline, last_lines, newest_of, pace_of
 from corral.launcher.trial.watchers import findings_of
 
@@ -59,7 +59,11 @@ class TrialStatus:
     job_id: str = ""
     attempt: int | None = None
     note: str = ""
+    """What explains the state, what is wrong besides, and alarms."""
+    cause: str = ""
     """What explains the state."""
+    troubles: Sequence[str] = ()
+    """What is wrong besides, and what to do about it."""
     numbers: str = ""
     """The few that say how training goes."""
     pace: Pace | None = None
@@ -105,6 +109,7 @@ def unreadable(directory: Path, note: str) -> TrialStatus:
         mode="",
         state=TrialState.UNKNOWN,
         note=note,
+        cause=note,
     )
 
 
@@ -112,12 +117,13 @@ def describe(evidence: Evidence) -> TrialStatus:
     """The status that the evidence supports. Reads no more than the end of the metrics."""
     facts = evidence.facts
     rows = worker_rows(evidence)
-    state, note = judge(evidence, rows)
+    state, why = judge(evidence, rows)
+    cause, troubles = _join(why, *evidence.zombies), [*filter(None, evidence.damage), *_failing_trackers(evidence)]
     lines = last_lines(facts.directory.metrics_path)
     metrics = newest_of(lines)
     submitted_at = evidence.attempt.submitted_at if evidence.attempt else None
     end = float(evidence.ended["time"]) if evidence.ended else evidence.now
-    nodes = {life.node for life in evidence.lives.values() if life.node}
+    nodes = {life.node for worker in facts.workers if (life := evidence.lives[worker]).node}
     job = evidence.job
     return TrialStatus(
         experiment=facts.experiment,
@@ -131,7 +137,9 @@ def describe(evidence: Evidence) -> TrialStatus:
         nodes=len(nodes) or (job.num_nodes if job else None),
         job_id=evidence.job_id,
         attempt=evidence.attempt.attempt if evidence.attempt else None,
-        note=_join(note, *evidence.zombies, *evidence.damage, *_alarms(evidence), *_lost_trackers(evidence)),
+        note=_join(cause, *troubles, *_alarms(evidence)),
+        cause=cause,
+        troubles=troubles,
         numbers=headline(metrics),
         pace=pace_of(lines),
         metrics=metrics,
@@ -314,13 +322,18 @@ def _alarms(evidence: Evidence) -> list[str]:
     return [f"ALARM: {finding.text}" for finding in evidence.findings if finding.is_alarm]
 
 
-def _lost_trackers(evidence: Evidence) -> list[str]:
-    names = {f"tracker/{index}": name for index, name in enumerate(evidence.facts.trackers)}
-    return [
-        f"nothing goes to {names[tracker]} any more: {cause}; see rl-logs TRIAL {tracker}, rl-track makes up for it"
-        for tracker, cause in evidence.given_up.items()
-        if tracker in names
-    ]
+def _failing_trackers(evidence: Evidence) -> Iterator[str]:
+    """Of trackers that were given up, or that failed and have not run for long since."""
+    facts = evidence.facts
+    for index, name in enumerate(facts.trackers):
+        tracker = f"tracker/{index}"
+        life, see = evidence.lives.get(tracker, WorkerLife()), f"see rl-logs {facts.name} {tracker}"
+        is_new = evidence.trial_now - (life.started_at or 0.0) < facts.healthy_after_s
+        if cause := evidence.given_up.get(tracker):
+            yield f"nothing goes to {name} any more: {cause}; {see}, rl-track makes up for it"
+        elif life.failure and (life.exit or is_new):
+            again = "" if evidence.ended is not None else f", restart {life.restarts}"
+            yield f"tracker {name} failed{again}: {life.failure}; {see}"
 
 
 def _join(*parts: str) -> str:

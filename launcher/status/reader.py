@@ -175,13 +175,13 @@ def _open(facts: TrialFacts) -> Evidence:
         now=time.time(),
         attempt=attempt,
         submitted_at=max([*submissions[-1:], attempt.submitted_at if attempt else 0.0]),
-        lives=view.lives(facts.workers),
+        lives=view.lives(facts.tasks),
         redis_started=view.last("redis_started") is not None,
         has_run=view.last("supervisor_started") is not None,
         job_id=_job_id(directory, view),
         ended=ended,
         attempt_ended=attempt_ended,
-        given_up=view.given_up([*facts.workers, *(f"tracker/{index}" for index in range(len(facts.trackers)))]),
+        given_up=view.given_up(facts.tasks),
         history=view.history(),
         findings=view.findings(),
     )
@@ -213,6 +213,7 @@ def _gather_ended(opened: Evidence) -> Evidence | None:
     has_failed = opened.ended is not None and opened.ended["state"] == TrialState.FAILED
     return replace(
         opened,
+        damage=(why_no_room(directory.path),) if has_failed else (),
         zombies=tuple(f"job {job.job_id} is still {job.word}; scancel {job.job_id}" for job in zombies),
         failure=_read_failure(opened) if has_failed else None,
     )

@@ -86,8 +86,9 @@ def render_trial(status: TrialStatus, *, wide: bool = False, colour: bool = Fals
         width: columns of the terminal, if lines are to be broken there.
     """
     lines = _headline(status, colour=colour, width=width)
-    if status.note:
-        lines.append(fold(f"  {printable(status.note)}", width))
+    if status.cause:
+        lines.append(fold(f"  {printable(status.cause)}", width))
+    lines += [fold(f"trouble    {printable(trouble)}", width) for trouble in status.troubles]
     if wide:
         lines.append(render_workers(status.workers, colour=colour, width=width))
     else:

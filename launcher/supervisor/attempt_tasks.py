@@ -162,7 +162,7 @@ class AttemptTasks:
 
     def _command(self, task: str, incarnation: str) -> Sequence[str]:
         if _is_tracker(task):
-            return tracker_command(self.directory, self.plan.tracking.to[int(task.partition("/")[2])])
+            return tracker_command(self.directory, self.plan.tracking.to[int(task.partition("/")[2])], task)
         kind, index = parse_worker_id(task)
         return self.worker_command(self.directory, kind, index, self.attempt, incarnation)
 

@@ -42,9 +42,9 @@ def worker_command(
     return own_python("-m", "corral.workers", *(str(part) for option in values.items() for part in option))
 
 
-def tracker_command(directory: TrialDirectory, to: str) -> list[str]:
+def tracker_command(directory: TrialDirectory, to: str, task: str) -> list[str]:
     """The command line of a tracker."""
-    return own_python("-m", "corral.launcher.tracking", str(directory.path), to)
+    return own_python("-m", "corral.launcher.tracking", str(directory.path), to, task)
 
 
 def units_of_plan(plan: RunPlan) -> list[UnitSpec]:

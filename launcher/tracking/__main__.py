@@ -1,12 +1,14 @@
 """What the supervisor runs for each tracker of a trial, as a process of its own.
 
-python -m corral.launcher.tracking TRIAL_DIRECTORY NAME       SIGTERM: one last look, and it ends
+python -m corral.launcher.tracking TRIAL_DIRECTORY NAME tracker/0       SIGTERM: one last look, and it ends
 
-So one that hangs, or has no key, costs the others nothing, and a tracker of the user's own meets no key of another.
+So one that hangs, or has no key, costs the others nothing, and a tracker of the user's own meets no key of another. A
+tracker that fails leaves its error, with file and line of the user's code, as its last word.
 """
 
 import signal
 import sys
+import traceback
 from pathlib import Path
 from threading import Event
 
@@ -14,7 +16,7 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.trial.directory import TrialDirectory
 
 
-def _main(trial: str, to: str) -> int:
+def _main(trial: str, to: str, task: str) -> int:
     """Hands the trial's numbers on until it is told to end, or the trial is over."""
     is_over = Event()
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())  # before what takes seconds to be imported
@@ -27,10 +29,21 @@ def _main(trial: str, to: str) -> int:
     try:
         tracked = TrackedTrial.of(directory)
         hand_on(tracked, to, wait=lambda timeout_s: not is_over.wait(timeout_s), files=PatientFiles())
-    except ConfigError as error:
-        print(error, file=sys.stderr)
+    except Exception as error:
+        told = str(error)
+        if not isinstance(error, ConfigError):
+            traceback.print_exc()
+            told = f"{type(error).__name__}: {told}{_place(error, directory.code_path)}"
+        print(told, file=sys.stderr)
+        directory.leave_word(task, told)
         return 1
     return 0
+
+
+def _place(error: Exception, code: Path) -> str:
+    """Where in the trial's code it was: " (my_tracker.py:12)"; "" if it came through none of its files."""
+    paths = ((Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+    return next((f" ({path.name}:{line})" for path, line in paths if path.is_relative_to(code)), "")
 
 
 if __name__ == "__main__":

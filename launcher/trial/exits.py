@@ -98,7 +98,7 @@ class TaskExit:
             return _MEANING_BY_KIND[self.kind] + (f" ({self.said})" if self.said else "")
         meaning = f"({self.said})" if self.said else _MEANING_BY_CODE.get(self.returncode, "")
         if self.because:
-            meaning = f"(ended by the supervisor: {self.because})"
+            meaning = f"(ended by the supervisor: {self.because}" + (f"; {self.said})" if self.said else ")")
         return f"{exit_text(self.returncode)} {meaning}".rstrip()
 
     def __str__(self) -> str:

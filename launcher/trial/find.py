@@ -53,6 +53,11 @@ class TrialFacts:
         """experiment/trial."""
         return f"{self.experiment}/{self.trial}"
 
+    @property
+    def tasks(self) -> list[str]:
+        """Workers, and trackers as the supervisor calls them."""
+        return [*self.workers, *(f"tracker/{index}" for index in range(len(self.trackers)))]
+
 
 def default_fileroot() -> Path:
     """Where trials are, unless an experiment or --fileroot says otherwise."""

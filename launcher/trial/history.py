@@ -23,6 +23,8 @@ class WorkerLife:
     """How its last process ended, while no newer one was started."""
     last_end: str = ""
     """How the process before ended, or the last one did, with the cause."""
+    failure: str = ""
+    """How the last process failed; "" if it has ended in order. A signal of the supervisor's is no failure."""
     ended_at: float | None = None
 
 
@@ -87,11 +89,15 @@ class JournalView:
                     started_at=float(event["time"]),
                     restarts=before.restarts + (before.started_at is not None),
                     last_end=before.last_end,
+                    failure=before.failure,
                 )
             elif before is not None and before.started_at is not None and event["event"] == "worker_exited":
-                exit_, ended_at = exit_text(int(event["returncode"])), float(event["time"])
-                last_end = str(event.get("how") or exit_)
-                lives[event["worker"]] = replace(before, pid=None, exit=exit_, ended_at=ended_at, last_end=last_end)
+                code, ended_at = int(event["returncode"]), float(event["time"])
+                last_end = str(event.get("how") or exit_text(code))
+                is_signalled = code < 0 and event.get("is_consequence")
+                failure = before.failure if is_signalled else last_end if code else ""
+                ended = replace(before, pid=None, exit=exit_text(code), ended_at=ended_at)
+                lives[event["worker"]] = replace(ended, last_end=last_end, failure=failure)
         return lives
 
     def given_up(self, workers: Sequence[str]) -> dict[str, str]:

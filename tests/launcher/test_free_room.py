@@ -6,8 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
+from corral.experiments.exit_codes import CommandExit
+from corral.launcher.commands.logs import logs
+from corral.launcher.commands.status import status
 from corral.launcher.files.free_room import why_no_room
+from tests.launcher.conftest import MakeTrial
 
 ROOMY = {"f_frsize": 4096, "f_blocks": 10_000, "f_bavail": 5_000, "f_files": 100, "f_favail": 50}
 
@@ -28,3 +33,19 @@ def test_what_is_full_is_said_with_the_way_out(
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**ROOMY | changes))
     said = why_no_room(tmp_path)
     assert said == "" if not words else words in said and str(tmp_path) in said
+
+
+def test_a_full_disk_is_told_by_what_looks_for_trouble_and_for_errors(
+    make_trial: MakeTrial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial = make_trial({"master_worker/0": ["master"]})
+    trial.start()
+    trial.wait_for("redis_started")
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**ROOMY | {"f_bavail": 0}))
+    name = str(trial.directory.path)
+    full = f"the disk of {name} is full: 0.0 MB of 41.0 MB are free; make room, and the trial goes on by itself"
+    with pytest.raises(typer.Exit) as ended:
+        status(name, check=True)
+    assert ended.value.exit_code == CommandExit.SUFFERS and full in capsys.readouterr().out.splitlines()
+    logs(name, errors=True)
+    assert capsys.readouterr().out.splitlines()[:2] == [f"trouble: {full}", "no worker has failed"]

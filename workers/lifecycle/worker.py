@@ -33,7 +33,7 @@ from pydantic import BaseModel
 from corral.experiments.errors import ChangedInputError
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan, check_models
-from corral.experiments.trial.directory import TrialDirectory, atomic_write
+from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
 from corral.experiments.trial.trust import Trust
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 SpecType = TypeVar("SpecType", bound=BaseModel)
 Action = Callable[[], Awaitable[None]]
 
-_MAX_WORD_CHARS = 1000
 _NEWS_PAUSE_S = 0.05  # of a gang that registers, or leaves, its watchers hear a few times, not once for each rank
 
 
@@ -359,9 +358,7 @@ def run_to_exit_code(make: Callable[[WorkerContext], Worker], context: WorkerCon
 def leave_word(trial: TrialDirectory, worker_id: str, cause: str) -> None:
     """Puts down why a worker ends; the supervisor reads it into its records, and rl-status and rl-logs show it."""
     try:
-        atomic_write(
-            trial.last_word_path(worker_id), " ".join(cause.split())[:_MAX_WORD_CHARS].encode(errors="replace")
-        )
+        trial.leave_word(worker_id, cause)
     except OSError as error:
         logger.warning("%s could not put down why: %s", worker_id, error)
 

@@ -296,12 +296,18 @@ def test_what_the_trainer_goes_on_with_is_told_while_it_lasts(directory: TrialDi
     notice = {"topic": "published weights", "text": "it is damaged", "details": "in v7", "step": 7, "attempt": 1}
     write_event(directory, 1.0, "train_notice", is_alarm=True, causes=["one byte"], **notice)
     told = ["ALARM at step 7: it is damaged; in v7", "  one byte"]
-    assert describe_failures(directory, attempt=None).splitlines() == ["nothing has failed", *told]
+    assert describe_failures(directory, attempt=None).splitlines() == ["no worker has failed", *told]
     assert describe_failures(directory, attempt=0) == "nothing has failed in attempt 0"
     write_exit(directory, "rollout_worker/2", 1, 2.0)
     assert describe_failures(directory, attempt=1).splitlines()[-2:] == told
     write_event(directory, 3.0, "train_notice", is_alarm=False, causes=[], **notice)
     assert "ALARM" not in describe_failures(directory, attempt=1)
+
+
+def test_what_is_wrong_now_besides_comes_first(directory: TrialDirectory) -> None:
+    full = "the disk of /trials is full: 0.0 MB of 41.0 MB are free; make room, and the trial goes on by itself"
+    said = describe_failures(directory, attempt=None, troubles=[full]).splitlines()
+    assert said == [f"trouble: {full}", "no worker has failed"]
 
 
 def test_prompts_that_were_dropped_are_named_with_their_causes(directory: TrialDirectory) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,7 +226,7 @@ def test_a_long_note_goes_on_below_itself() -> None:
 
 
 def test_the_note_of_a_trial_is_broken_where_the_terminal_ends() -> None:
-    status = dataclasses.replace(describe(HEALTHY), note="model /m cannot be read any more; put it back " * 6)
+    status = dataclasses.replace(describe(HEALTHY), cause="model /m cannot be read any more; put it back " * 6)
     lines = render_trial(status, width=80).splitlines()
     assert max(map(len, lines[:6])) <= 80 and lines[2].startswith("  ")
     assert lines[1].startswith("  model /m cannot be read any more")
@@ -441,8 +442,31 @@ def test_what_train_steps_found_out_is_shown_and_an_alarm_with_its_causes() -> N
     status = describe(dataclasses.replace(HEALTHY, findings=(alarm,)))
     assert status.state == "RUNNING" and "ALARM: both sides differ" in render_trials([status])
     assert "  RUNNING  step -  ALARM: gap  " in render_trial(status).splitlines()[0]
+    assert render_trial(status).count("both sides differ") == 1
     lines = "\nALARM      both sides differ, since step 4: by 2 nats\n           - weights\n           - rest\n"
     assert lines in render_trial(status)
+
+
+def test_a_tracker_that_failed_is_trouble_until_it_has_run_for_long() -> None:
+    facts = dataclasses.replace(FACTS, trackers=("wandb",))
+
+    def troubles(**fields: Any) -> Sequence[str]:
+        life = WorkerLife(failure="exit 1 (ValueError: no key)", restarts=3)
+        failed = dataclasses.replace(life, **fields)
+        return describe(dataclasses.replace(HEALTHY, facts=facts, lives=lives("tracker/0", failed))).troubles
+
+    told = ["tracker wandb failed, restart 3: exit 1 (ValueError: no key); see rl-logs exp/t tracker/0"]
+    assert troubles(started_at=NOW - 50.0, exit="exit 1") == told
+    assert troubles(started_at=NOW - 50.0) == told
+    assert troubles(started_at=NOW - facts.healthy_after_s) == []
+    assert troubles(started_at=NOW - 50.0, failure="", exit="exit 0") == []
+
+
+def test_what_is_wrong_besides_has_lines_of_its_own_and_is_in_the_note_of_a_list() -> None:
+    full = "the disk of /trials is full; make room"
+    status = describe(dataclasses.replace(HEALTHY, damage=("", full)))
+    assert status.troubles == [full] and f"\ntrouble    {full}\n" in render_trial(status)
+    assert full in render_trials([status]) and status.cause == ""
 
 
 def test_what_was_compared_of_the_last_step_is_shown_beside_what_it_may_be() -> None:

@@ -28,6 +28,11 @@ def refuses(folder, trial):
     sys.exit(2)
 
 
+class Fails:
+    def __init__(self, folder, trial):
+        raise ValueError("no key")
+
+
 class Notes:
     def __init__(self, folder, trial):
         self.folder = folder.parent
@@ -173,6 +178,26 @@ def test_a_tracker_that_never_works_is_given_up_and_named_and_the_trial_goes_on(
     assert trial.wait() == 0
     assert trial.ended()["state"] == "STOPPED" and (trial.directory.path / "tracking" / "closed").exists()
     assert trial.processes() == []
+
+
+def test_a_tracker_that_fails_is_named_with_its_error_long_before_it_is_given_up(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"]}, tracking=("own_tracker:Fails",), **FEW)
+    trial.directory.code_path.mkdir()
+    (trial.directory.code_path / "own_tracker.py").write_text(TRACKERS)
+    trial.start()
+    told = "exit 1 (ValueError: no key (own_tracker.py:10))"
+    wait_until(lambda: len(trial.events("worker_exited")) > 1, "the tracker to fail twice")
+    facts = read_facts(trial.directory)
+    assert facts is not None
+    (status,) = StatusReader().read([facts])
+    assert not trial.events("unit_given_up")
+    (trouble,) = status.troubles
+    assert trouble.startswith("tracker own_tracker:Fails failed, restart ") and f": {told}; see rl-logs " in trouble
+    assert trouble in status.note
+    _stop(trial)
+    assert trial.wait() == 0
+    (status,) = StatusReader().read([facts])
+    assert status.state == "STOPPED" and "ValueError: no key (own_tracker.py:10)" in status.troubles[0]
 
 
 def test_a_stop_request_lets_the_master_checkpoint(make_trial: MakeTrial) -> None:
