@@ -32,6 +32,16 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     from the order to pause to the answer of the order to go on."""
 
 
+class Trouble(msgspec.Struct, frozen=True, kw_only=True):
+    """Why another worker does not do its part."""
+
+    worker: str
+    text: str
+    """The reason, for people."""
+    for_s: float
+    """How long that has lasted at the beat."""
+
+
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Who a worker is, and what it does at the moment of its beat."""
 
@@ -59,6 +69,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Tag of the policy version that it holds."""
     weight_update: WeightUpdate | None = None
     """Of a generation server, the last one."""
+    troubles: tuple[Trouble, ...] = ()
+    """Of the manager: why generation servers get no requests, or do not take over weights."""
     restarts: int = 0
     """How often its process has started anew what it serves by."""
     progress: int = 0

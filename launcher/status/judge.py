@@ -118,7 +118,10 @@ def describe(evidence: Evidence) -> TrialStatus:
     facts = evidence.facts
     rows = worker_rows(evidence)
     state, why = judge(evidence, rows)
-    cause, troubles = _join(why, *evidence.zombies), [*filter(None, evidence.damage), *_failing_trackers(evidence)]
+    cause, troubles = (
+        _join(why, *evidence.zombies),
+        [*filter(None, evidence.damage), *_told(evidence), *_failing_trackers(evidence)],
+    )
     lines = last_lines(facts.directory.metrics_path)
     metrics = newest_of(lines)
     submitted_at = evidence.attempt.submitted_at if evidence.attempt else None
@@ -320,6 +323,14 @@ def _how_attempt_ended(evidence: Evidence) -> str:
 
 def _alarms(evidence: Evidence) -> list[str]:
     return [f"ALARM: {finding.text}" for finding in evidence.findings if finding.is_alarm]
+
+
+def _told(evidence: Evidence) -> Iterator[str]:
+    """What workers say of others."""
+    for worker, record in (evidence.records or {}).items():
+        for one in record.troubles:
+            since, see = format_duration(one.for_s), f"see rl-logs {evidence.facts.name} {worker}"
+            yield f"{one.worker}, for {since}: {one.text}; {see}"
 
 
 def _failing_trackers(evidence: Evidence) -> Iterator[str]:

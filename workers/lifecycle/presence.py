@@ -28,7 +28,7 @@ import msgspec
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.guarded_listener import told_refusals
 from corral.experiments.trial.spans import PHASES, Span
-from corral.experiments.trial.worker_record import WeightUpdate, WorkerRecord
+from corral.experiments.trial.worker_record import Trouble, WeightUpdate, WorkerRecord
 from corral.name_resolve.base import NameExistsError, NameService, NameServiceError
 from corral.name_resolve.keys import last_seen_key
 from corral.workers.lifecycle.timeline import Timeline
@@ -145,20 +145,28 @@ class Presence(Closing):
                 deadline_s=deadline_before_s,
             )
 
-    def beat(self, *, version: str | None = None, weight_update: WeightUpdate | None = None) -> None:
+    def beat(
+        self,
+        *,
+        version: str | None = None,
+        weight_update: WeightUpdate | None = None,
+        troubles: Sequence[Trouble] | None = None,
+    ) -> None:
         """Count progress.
 
         Args:
             version: the policy version that the worker now holds, as a tag; None is the same as before.
             weight_update: how it came to hold that; None is the same as before.
+            troubles: of other workers; None is the same as before.
         """
         with self._lock:
             before = self._record
             version = before.version if version is None else version
             weight_update = weight_update or before.weight_update
+            told = before.troubles if troubles is None else tuple(troubles)
             self._dirty = self._dirty or (version, weight_update) != (before.version, before.weight_update)
             self._record = msgspec.structs.replace(
-                before, progress=before.progress + 1, version=version, weight_update=weight_update
+                before, progress=before.progress + 1, version=version, weight_update=weight_update, troubles=told
             )
             self._entered = time.monotonic()
 

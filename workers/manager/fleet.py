@@ -97,7 +97,7 @@ class Fleet:
                 except ServerError as error:
                     if server.state is ServerState.READY:  # not paused by an update of ours in the meantime
                         logger.warning("%s does not answer its probe: %s", server.name, error)
-                        self._table.happened(server, "silent")
+                        self._table.happened(server, "silent", reason=f"it does not answer its probe: {error}")
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     # Weights
@@ -139,7 +139,7 @@ class Fleet:
             logger.warning("%s could not be brought to version %s: %s", server.name, version, error)
             if isinstance(error, WeightsTornError):
                 await self._note_refusal(server, published, str(error))
-            self._table.happened(server, "not updated")
+            self._table.happened(server, "not updated", reason=f"not brought to version {version}: {error}")
             return
         if server.version is None:
             logger.info("%s joins at version %s", server.name, version)

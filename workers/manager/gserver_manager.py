@@ -393,6 +393,7 @@ class GserverManager(Worker):
         if self._published is None:
             return
         await self._fleet.bring_up(self._published)
+        self.context.presence.beat(troubles=self._table.troubles())
         version = self._published.policy_version
         if any(self._table.serving(version)):
             self.context.presence.enter("route")

@@ -30,11 +30,13 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from corral.experiments.trial.worker_record import Trouble
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.manager.least_loaded import LeastLoaded, Load
 from corral.workers.manager.servers import Server, ServerEvent, ServerState
 
 BLAME_LASTS_S: Final = 60.0  # a server that fails at two prompts within so long is SUSPECT
+TROUBLE_AFTER_S: Final = 10.0  # what is over before is no news
 SchedulePolicy = Literal["round_robin", "least_requests", "least_token_usage"]
 
 
@@ -89,13 +91,16 @@ class ServerTable:
         self.happened(server, "gone")
         self._name_by_url.pop(server.url, None)
 
-    def happened(self, server: Server, event: ServerEvent, *, version: PolicyVersion | None = None) -> None:
+    def happened(
+        self, server: Server, event: ServerEvent, *, version: PolicyVersion | None = None, reason: str = ""
+    ) -> None:
         """
         Args:
             version: that it was verified to hold.
+            reason: of what is wrong with it now.
         """
         self._take_out(server)
-        server.on(event, now=self.clock())
+        server.on(event, now=self.clock(), reason=reason)
         server.version = version or server.version
         if server.state in (ServerState.SUSPECT, ServerState.DEAD):
             for uid in list(server.tokens_by_uid):
@@ -125,6 +130,15 @@ class ServerTable:
         """Servers that have to be brought to `version`, and may be now."""
         now = self.clock()
         return [server for server in self.servers.values() if server.needs(version, now=now)]
+
+    def troubles(self) -> list[Trouble]:
+        """Why servers get no requests, or do not take over weights, where that lasts."""
+        now = self.clock()
+        return [
+            Trouble(worker=server.name, text=server.trouble, for_s=now - server.troubled_since)
+            for server in self.servers.values()
+            if server.trouble and now - server.troubled_since >= TROUBLE_AFTER_S
+        ]
 
     @property
     def has_ready(self) -> bool:
@@ -171,7 +185,7 @@ class ServerTable:
             lost_url: the server that could not be reached.
         """
         if lost_url in self._name_by_url:
-            self.happened(self.servers[self._name_by_url[lost_url]], "silent")
+            self.happened(self.servers[self._name_by_url[lost_url]], "silent", reason=f"{worker} cannot reach it")
         if failed_url in self._name_by_url:
             self.finished(uid)
             self._note_failure(self.servers[self._name_by_url[failed_url]], uid)
@@ -216,7 +230,9 @@ class ServerTable:
         self._failures = recent | {uid: recent.get(uid, {}) | {server.name: now}}
         for name in self._failures[uid].keys() & self.servers.keys():
             blaming = [other for other, times in self._failures.items() if times.keys() == {name}]
-            self.happened(self.servers[name], "blamed" if len(blaming) > 1 else "excused")
+            is_blamed = len(blaming) > 1
+            reason = f"it failed at {len(blaming)} prompts at which no other server has failed" if is_blamed else ""
+            self.happened(self.servers[name], "blamed" if is_blamed else "excused", reason=reason)
 
     def ended(self, uid: str, *, is_answered: bool) -> None:
         """Nothing more is asked for a group; is_answered: its server has made it, and so fails not at everything."""

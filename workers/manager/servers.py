@@ -83,6 +83,9 @@ class Server:
     """Of the weights that it was verified to hold."""
     num_failures: int = 0
     """In a row."""
+    trouble: str = ""
+    """Why it gets no requests, or was not brought to the present weights; "" if there is no such reason."""
+    troubled_since: float = 0.0
     not_before: float = 0.0
     """When the next update may begin."""
     ready_since: float = 0.0
@@ -97,13 +100,20 @@ class Server:
     turn: int = 0
     """When it was chosen last, counted in choices."""
 
-    def on(self, event: ServerEvent, *, now: float) -> None:
-        """Something happened at `now`, of any clock that runs on, in seconds."""
+    def on(self, event: ServerEvent, *, now: float, reason: str = "") -> None:
+        """Something happened at `now`, of any clock that runs on, in seconds.
+
+        Args:
+            reason: of what is wrong with it now.
+        """
         before = self.state
         if (before, event) not in _NEXT or (event == "excused" and not self.is_blamed):
             return
         self.state = _NEXT[before, event]
         self.is_blamed = event == "blamed"
+        if reason and not self.trouble:
+            self.troubled_since = now
+        self.trouble = "" if event in ("verified", "excused") else reason or self.trouble
         if event in ("told", "excused"):
             return
         self.arrives_from = None

@@ -15,7 +15,7 @@ import pytest
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.experiments.trial.worker_record import WeightUpdate, WorkerRecord
+from corral.experiments.trial.worker_record import Trouble, WeightUpdate, WorkerRecord
 from corral.launcher.cluster.cached_queue import QueueAnswer
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.client import SlurmClient
@@ -460,6 +460,14 @@ def test_a_tracker_that_failed_is_trouble_until_it_has_run_for_long() -> None:
     assert troubles(started_at=NOW - 50.0) == told
     assert troubles(started_at=NOW - facts.healthy_after_s) == []
     assert troubles(started_at=NOW - 50.0, failure="", exit="exit 0") == []
+
+
+def test_a_server_that_refuses_its_weights_is_trouble_with_the_reason_that_the_manager_knows() -> None:
+    why = "not brought to version 1.7: https://10.0.0.1:9/bring_to answered 409: no room in /dev/shm"
+    told = Trouble(worker="generation_server/0", text=why, for_s=130.0)
+    records = {worker: record() for worker in WORKERS} | {"gserver_manager/0": record(troubles=(told,))}
+    status = describe(dataclasses.replace(HEALTHY, records=records))
+    assert status.troubles == [f"generation_server/0, for 2m10s: {why}; see rl-logs exp/t gserver_manager/0"]
 
 
 def test_what_is_wrong_besides_has_lines_of_its_own_and_is_in_the_note_of_a_list() -> None:

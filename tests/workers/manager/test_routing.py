@@ -3,9 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from corral.experiments.trial.worker_record import Trouble
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import is_trainable
-from corral.workers.manager.routing import BLAME_LASTS_S, ServerTable
+from corral.workers.manager.routing import BLAME_LASTS_S, TROUBLE_AFTER_S, ServerTable
 from corral.workers.manager.servers import PAUSES_S, Server, ServerState
 from corral.workers.rollout.generation_client import FailureBudget
 
@@ -116,6 +117,32 @@ def test_a_server_that_cannot_be_reached_is_suspect_at_once() -> None:
     first = table.servers["generation_server/0"]
     other = table.route("0:a", tokens=8, version=V1, least_step=1, lost_url=first.url)
     assert first.state is ServerState.SUSPECT and other is table.servers["generation_server/1"]
+
+
+def test_why_a_server_does_not_serve_is_known_with_the_time_since_its_first_failure_until_it_serves() -> None:
+    now, table = [100.0], table_of(1)
+    table.clock = lambda: now[0]
+    server = table.servers["generation_server/0"]
+    table.happened(server, "silent", reason="it does not answer its probe: refused")
+    now[0] += TROUBLE_AFTER_S - 1.0
+    assert table.troubles() == [], "it may be over at once"
+    now[0] += 1.0
+    for reason in ("not brought to version 1.2: no room", "not brought to version 1.2: torn"):
+        table.happened(server, "told")
+        table.happened(server, "not updated", reason=reason)
+    torn = Trouble(worker=server.name, text="not brought to version 1.2: torn", for_s=TROUBLE_AFTER_S)
+    assert table.troubles() == [torn]
+    bring_to(table, server, V2)
+    assert table.troubles() == []
+
+
+def test_a_server_that_serves_older_weights_since_it_refuses_newer_weights_is_known_too() -> None:
+    now, table = [0.0], table_of(1)
+    table.clock = lambda: now[0]
+    server = table.servers["generation_server/0"]
+    table.happened(server, "not updated", reason="not brought to version 1.2: no room")
+    now[0] = TROUBLE_AFTER_S
+    assert server.state is ServerState.READY and [one.worker for one in table.troubles()] == [server.name]
 
 
 @settings(deadline=None)
