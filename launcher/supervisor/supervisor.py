@@ -218,8 +218,7 @@ class Supervisor:
 
     def _heed(self, seen: Seen) -> None:
         """What others want, and what has become of the trial."""
-        if seen.is_superseded:
-            self._why_abandoned = f"attempt {self.attempt.attempt + 1} has begun"
+        self._why_abandoned = seen.why_over or self._why_abandoned
         for slot, entry in seen.entries or ():
             if slot >= self.attempt.start_slot and isinstance(entry, Done):
                 self._apply(self._unit_machine.end_trial(EndState.COMPLETE, "", time.monotonic()))

@@ -4,6 +4,7 @@ trial log, control/ --in the file thread--> Seen --look, which waits for it up t
 """
 
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ class Seen:
     """Why control/stop.json is none."""
     groups_kept_down: frozenset[str] | None = None
     """Kinds of worker that rl-stop keeps down; None if that could not be read."""
-    is_superseded: bool = False
-    """Whether a later attempt has begun."""
+    why_over: str = ""
+    """Why another process decides about the trial, or there is none any more."""
 
 
 class TrialWatch:
@@ -52,6 +53,7 @@ class TrialWatch:
         """A look that the file system has not answered in time."""
         self._next_look = float("-inf")
         self._trouble = ""
+        self._folder: int | None = None
 
     def look(self, now: float, *, is_awaited: bool) -> tuple[list[Seen], bool]:
         """What is found, if it is time to look, or somebody cannot go on without; and whether the trial log was read.
@@ -90,6 +92,9 @@ class TrialWatch:
         request, why_unreadable = read(self._read_stop_request) or (None, "")
         kept_down = read(self._directory.read_groups_kept_down)
         is_superseded = read((self._directory.control_path / f"claim-{self._attempt + 1}.json").exists)
+        why_over = f"attempt {self._attempt + 1} has begun" if is_superseded else ""
+        if read(self._is_removed):
+            why_over = f"{self._directory.path} was removed"
         trouble = str(refused[0]) if refused else ""
         if trouble and trouble != self._trouble:
             logger.warning("the trial directory cannot be read now: %s", trouble)
@@ -99,8 +104,14 @@ class TrialWatch:
             stop_request=request,
             unreadable_stop_request=why_unreadable,
             groups_kept_down=kept_down,
-            is_superseded=bool(is_superseded),
+            why_over=why_over,
         )
+
+    def _is_removed(self) -> bool:
+        """Whether the folder is gone for good; one that was moved still has a name."""
+        if self._folder is None:
+            self._folder = os.open(self._directory.path, os.O_RDONLY | os.O_DIRECTORY)
+        return os.fstat(self._folder).st_nlink == 0
 
     def _read_stop_request(self) -> tuple[StopRequest | None, str]:
         try:

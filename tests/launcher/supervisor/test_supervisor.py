@@ -4,15 +4,19 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.directory import StopRequest
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
+from corral.launcher.files.file_thread import FileThread
 from corral.launcher.status.reader import StatusReader
+from corral.launcher.supervisor.trial_watch import TrialWatch
 from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.lock import is_locked
 from tests.launcher.conftest import MakeTrial
@@ -198,6 +202,31 @@ def test_a_tracker_that_fails_is_named_with_its_error_long_before_it_is_given_up
     assert trial.wait() == 0
     (status,) = StatusReader().read([facts])
     assert status.state == "STOPPED" and "ValueError: no key (own_tracker.py:10)" in status.troubles[0]
+
+
+def test_a_trial_whose_folder_is_removed_ends_its_processes(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
+    trial.start()
+    wait_until(lambda: len(trial.starts("model_worker/0")) == 1, "a worker")
+    trial.directory.path.rename(gone := trial.directory.path.with_name("gone"))
+    shutil.rmtree(gone)
+    wait_until(lambda: not trial.processes(), "its processes to end")
+
+
+def test_a_folder_that_is_moved_is_not_taken_for_one_that_is_removed(tmp_path: Path) -> None:
+    directory = TrialDirectory(tmp_path / "exp" / "trial")
+    directory.create()
+    watch = TrialWatch(FileThread("looks"), directory, TrialLog(directory.log_path), attempt=0)
+
+    def why_over() -> str:
+        found, _ = watch.look(time.monotonic(), is_awaited=True)
+        return found[-1].why_over
+
+    assert why_over() == ""
+    moved = directory.path.rename(tmp_path / "moved")
+    assert why_over() == ""
+    shutil.rmtree(moved)
+    assert why_over() == f"{directory.path} was removed"
 
 
 def test_a_stop_request_lets_the_master_checkpoint(make_trial: MakeTrial) -> None:
