@@ -19,6 +19,7 @@ from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.verdict import judge_job, meaning_of, phase_of, state_word
 from corral.launcher.trial.exits import tail_lines
+from corral.launcher.trial.metrics import NONE_IS_CORRECT
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,9 @@ class EvaluationReader:
 
     def _status(self, step: int, job_id: str, result: EvaluationResult | None) -> EvaluationStatus:
         if result is not None:
-            note = f"{result.num_unjudged} answers have no reward: {result.failure}" if result.num_unjudged else ""
+            unjudged = f"{result.num_unjudged} answers have no reward: {result.failure}" if result.num_unjudged else ""
+            doubt = NONE_IS_CORRECT if result.accuracy == 0 and result.mean_reward > 0 else ""
+            note = "; ".join(filter(None, (doubt, unjudged)))
             return EvaluationStatus(step=step, state="DONE", job_id=job_id, note=note, result=result)
         if not job_id:
             return EvaluationStatus(step=step, state="FAILED", note="it ended without a result; ask for it again")

@@ -90,11 +90,16 @@ STALENESS = ("staleness/mean", "staleness/max")
 GAP = ("gap/of_allowed",)
 
 
+NONE_IS_CORRECT = "no answer reaches evaluation.correct"
+"""Said of an accuracy of 0 where answers have rewards: right answers may have lower ones, as with a cost for length."""
+
+
 def headline(metrics: dict[str, Any]) -> str:
     """The few numbers that say how training goes: `accuracy 0.93  reward 0.88`."""
     parts = []
     for label, names in (("accuracy", ACCURACY), ("reward", REWARD), ("loss", LOSS)):
         value = next((metrics[name] for name in names if isinstance(metrics.get(name), int | float)), None)
         if value is not None:
-            parts.append(f"{label} {value:.3g}")
+            is_doubtful = label == "accuracy" and value == 0 and metrics.get("eval/reward/mean", 0.0) > 0.0
+            parts.append(f"{label} {value:.3g}" + (f" ({NONE_IS_CORRECT})" if is_doubtful else ""))
     return "  ".join(parts[:2])

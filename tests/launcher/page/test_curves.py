@@ -53,6 +53,13 @@ def test_metrics_are_read_past_torn_and_foreign_lines(tmp_path: Path) -> None:
     assert newest_of(last_lines(tmp_path / "none")) == {}
 
 
+def test_an_accuracy_of_0_beside_rewards_says_that_no_answer_reaches_what_counts_as_right() -> None:
+    doubt = "accuracy 0 (no answer reaches evaluation.correct)"
+    assert headline({"eval/accuracy": 0.0, "eval/reward/mean": 0.4}) == doubt
+    assert headline({"eval/accuracy": 0.0, "eval/reward/mean": 0.0}) == "accuracy 0"
+    assert headline({"eval/accuracy": 0.1, "eval/reward/mean": 0.4}) == "accuracy 0.1"
+
+
 def test_an_evaluation_that_ended_after_later_steps_belongs_to_its_own(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     trained = [{"step": step, "time": 10.0 * step, "train/tokens": 5.0} for step in (1, 2)]
