@@ -23,7 +23,6 @@ _WHERE_HELP = "Only answers of which this is so: reward < 1 and length > 20, 'so
 _SORT_HELP = "By this, from low to high; -FIELD from high to low: reward, advantage, length, staleness, gap."
 _BY_HELP = "prompt: a line for each prompt with its mean reward, the lowest first."
 _DIFF_HELP = "Answers to this row of the data over all steps, each beside the one before it."
-_LIST_HINT = "rl-samples TRIAL lists the answers of the last step; add --step all for those of all steps"
 _SHOW_HELP = "One answer whole, by its name in the list, token by token."
 
 
@@ -72,7 +71,8 @@ def samples(
     is_whole = show is not None or output == "jsonl"
     rows = kept.read(steps, where=where, sort=sort, most=most, named=show, row=diff, is_whole=is_whole)
     if is_of_all and not rows:
-        raise ConfigError.of(f"no answer {show or diff!r} is kept", hint=_LIST_HINT)
+        hint = f"rl-samples {trial} lists the answers of the last step; add --step all for those of all steps"
+        raise ConfigError.of(f"no answer {show or diff!r} is kept", hint=hint)
     if output == "jsonl":
         _print_lines(rows)
     elif diff is not None:

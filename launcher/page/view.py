@@ -90,7 +90,7 @@ def choose_trials(arguments: Sequence[str], fileroot: Path) -> tuple[list[TrialF
         except TimeoutError:
             raise
         except OSError as error:
-            hint = "trials are private to their owners; ask whose it is for a page: rl-view TRIAL -o FILE"
+            hint = f"trials are private to their owners; ask whose it is for a page: rl-view {argument} -o FILE"
             raise ConfigError.of(f"{error.filename or place} cannot be read: {error.strerror}", hint=hint) from error
         chosen |= {facts.directory.path: facts for facts in found}
     newest = list(chosen.values())[-_MOST:]

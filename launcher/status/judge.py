@@ -151,7 +151,7 @@ def describe(evidence: Evidence) -> TrialStatus:
         waits=find_waits(rows) if evidence.records is not None else (),
         history=evidence.history,
         findings=evidence.findings,
-        watch=findings_of(lines),
+        watch=findings_of(lines, trial=facts.name),
         node_list=job.nodes if job else "",
         time_left=job.time_left if job and job.phase is JobPhase.RUNNING else "",
         ended_at=float(evidence.ended["time"]) if evidence.ended else None,

@@ -33,7 +33,7 @@ class NewsCommand:
         self._lines.append({"step": step, "time": time_s, **values})
 
     def flush(self) -> None:
-        findings = {finding.topic: finding for finding in findings_of(self._lines)}
+        findings = {finding.topic: finding for finding in findings_of(self._lines, trial=self._name)}
         for topic in findings.keys() - self._speaking:
             found = findings[topic]
             told = {"trial": self._name, "step": found.step, "text": found.text, "remedy": found.details}

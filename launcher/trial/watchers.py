@@ -7,7 +7,7 @@ on as it is. A rule speaks only once enough steps have been seen, so nothing is 
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -29,6 +29,7 @@ class Rule:
     text: str
     """With the mean as {value}."""
     remedy: str
+    """With the trial's name as {trial}."""
 
 
 RULES = (
@@ -44,7 +45,7 @@ RULES = (
         metric="data/dropped_of_issued",
         above=0.5,
         text="{value:.0%} of the prompts of these steps were dropped",
-        remedy="rl-logs TRIAL --errors says why; where answers are all as good, take other prompts (dataset.sampler)",
+        remedy="rl-logs {trial} --errors says why; where answers are all as good, take other prompts (dataset.sampler)",
     ),
     # What errors drop is not drawn by chance: the rest of the prompts is a chosen part.
     Rule(
@@ -52,7 +53,7 @@ RULES = (
         above=0.03,
         steps=1,
         text="{value:.0%} of the prompts were dropped for errors",
-        remedy="rl-logs TRIAL --errors shows each error, with its file and line",
+        remedy="rl-logs {trial} --errors shows each error, with its file and line",
     ),
     # Schulman et al. 2017, https://arxiv.org/abs/1707.06347: beyond the clip a token teaches nothing more.
     Rule(
@@ -87,14 +88,14 @@ RULES = (
         metric="answers_are_alike",
         above=0.99,
         text="most answers are copies of another one to the same prompt, and most are not right",
-        remedy="raise rollout.sampling.temperature, ppo.entropy_coef or ppo.eps_clip_high; rl-samples TRIAL shows them",
+        remedy="raise rollout.sampling.temperature, ppo.entropy_coef or ppo.eps_clip_high; see rl-samples {trial}",
     ),
     # Gao et al. 2022, https://arxiv.org/abs/2210.10760: what a reward measures badly is found as the KL grows.
     Rule(
         metric="ppo/ref_kl",
         above=0.5,
         text="the policy is {value:.2g} nats a token away from the reference",
-        remedy="raise ppo.kl.coef, or lower actor.optimizer.lr; rl-samples TRIAL shows what it says now",
+        remedy="raise ppo.kl.coef, or lower actor.optimizer.lr; rl-samples {trial} shows what it says now",
     ),
     # Liu et al. 2025 (Dr. GRPO), https://arxiv.org/abs/2503.20783: some losses make wrong answers longer and longer.
     Rule(
@@ -102,13 +103,13 @@ RULES = (
         above=2.0,
         steps=5,
         text="answers are {value:.2g} times as long as twenty steps before",
-        remedy="rl-samples TRIAL --sort=-length shows them; ppo.overlong_buffer charges for length",
+        remedy="rl-samples {trial} --sort=-length shows them; ppo.overlong_buffer charges for length",
     ),
     Rule(
         metric="rewards_are_equal",
         above=0.99,
         text="all answers of these steps have the same reward: nothing is learned from them",
-        remedy="rl-samples TRIAL shows them; look at the reward, or take harder or easier prompts",
+        remedy="rl-samples {trial} shows them; look at the reward, or take harder or easier prompts",
     ),
 )
 _NO_ENTROPY = 0.01  # nats per token
@@ -118,7 +119,7 @@ _GROWTH_STEPS = 20
 _ERROR_STEPS = 20
 
 
-def findings_of(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
+def findings_of(lines: Sequence[Mapping[str, Any]], *, trial: str) -> list[Finding]:
     """What the rules say of the last train steps.
 
     Args:
@@ -133,8 +134,18 @@ def findings_of(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
         if len(values) == rule.steps and (mean := fmean(values)) > rule.above:
             text = rule.text.format(value=mean)
             text = f"{text}, over {rule.steps if rule.steps > 1 else min(len(steps), _ERROR_STEPS)} steps"
-            found.append(Finding(topic=rule.metric, text=text, details=rule.remedy, step=steps[-1]["step"]))
+            remedy = rule.remedy.format(trial=trial)
+            found.append(Finding(topic=rule.metric, text=text, details=remedy, step=steps[-1]["step"]))
     return found
+
+
+def dropped_share(lines: Sequence[Mapping[str, Any]], steps: Collection[int]) -> float:
+    """The share of their prompts that were dropped, as a mean over those of these train steps that say it."""
+    found = [dict(line) for line in lines if "train/tokens" in line]
+    _add_dropped(found)
+    name = "data/dropped_of_issued"
+    shares = [line[name] for line in found if line["step"] in steps and name in line]
+    return fmean(shares) if shares else 0.0
 
 
 def _with_derived(line: Mapping[str, Any]) -> dict[str, Any]:

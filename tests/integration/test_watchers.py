@@ -49,7 +49,7 @@ def test_a_rule_speaks_of_a_trial_that_is_made_to_suffer(
     trial = start_trial(num_rows=120, overrides={**settings, **SUFFERING[metric]})
     trial.wait_for_end()
     (rule,) = (rule for rule in RULES if rule.metric == metric)
-    found = findings_of(last_lines(trial.directory.metrics_path))
+    found = findings_of(last_lines(trial.directory.metrics_path), trial="exp/t")
     assert rule.remedy in [finding.details for finding in found]
 
 

@@ -171,12 +171,14 @@ class TrainerEpoch:
         dropped = self.drops.since_step.total()
         if dropped < _DROPPED_BATCHES * self.epoch.spec.train_batch_size or _DROPPED in self.epoch.alarms:
             return
+        identity = self.epoch.context.plan.trial
+        name = f"{identity.experiment}/{identity.trial}"
         notice = TrainNotice(
             topic=_DROPPED,
             is_alarm=True,
             text=self.drops.describe(),
             details=f"a train step needs {self.epoch.spec.train_batch_size} prompts",
-            causes=["the reward is the same for all answers, or fails: rl-samples TRIAL --dropped, rl-logs TRIAL"],
+            causes=[f"the reward is the same for all answers, or fails: rl-samples {name} --dropped, rl-logs {name}"],
         )
         await self.epoch.tell(notice, step=self._step + 1)
 

@@ -1,13 +1,15 @@
 """Each rule speaks of a trial that suffers from what it is about, and none of one that does not."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corral.launcher.trial.watchers import RULES, findings_of
+from corral.launcher.trial import watchers
+from corral.launcher.trial.history import Finding
+from corral.launcher.trial.watchers import RULES
 
 RECORDED = json.loads((Path(__file__).parents[2] / "golden" / "healthy-metrics.json").read_bytes())
 """By trial of the recipes, the numbers that rules look at, step by step; of supervised ones the last thirty."""
@@ -59,6 +61,10 @@ def lines_of(
     ]
 
 
+def findings_of(lines: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    return watchers.findings_of(lines, trial="exp/t")
+
+
 def test_there_is_a_case_for_every_rule() -> None:
     assert {rule.metric for rule in RULES} == SUFFERING.keys()
 
@@ -68,7 +74,12 @@ def test_a_rule_speaks_of_what_it_is_about_and_only_once_it_has_seen_enough(metr
     (rule,) = (rule for rule in RULES if rule.metric == metric)
     lines = lines_of(30, **SUFFERING[metric])
     (found,) = findings_of(lines)
-    assert found.topic == metric and not found.is_alarm and found.step == 30 and found.details == rule.remedy
+    assert (
+        found.topic == metric
+        and not found.is_alarm
+        and found.step == 30
+        and found.details == rule.remedy.format(trial="exp/t")
+    )
     num_steps = 20 if rule.steps == 1 else rule.steps
     assert f"over {num_steps} steps" in found.text and "{" not in found.text
     assert findings_of(lines[: rule.steps - 1]) == []
@@ -80,6 +91,8 @@ def test_errors_that_drop_a_few_per_cent_of_the_prompts_are_seen_from_the_first_
     assert [found.text for found in findings_of(lines_of(1, drops=0.5, errors=0.2))] == [
         "8% of the prompts were dropped for errors, over 1 steps"
     ]
+    (found,) = findings_of(lines_of(1, drops=0.5, errors=0.2))
+    assert found.details == "rl-logs exp/t --errors shows each error, with its file and line"
     assert findings_of(lines_of(20, drops=0.5, errors=0.02)) == []
     # A trainer epoch that begins counts its errors anew.
     epochs = [line | {"trainer_epoch": 1 + line["step"] // 10} for line in lines_of(12, drops=0.2, errors=0.2)]
