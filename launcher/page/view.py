@@ -126,7 +126,7 @@ def timeline_of(folder: Path) -> dict[str, Any] | None:
     longest = sorted(drawn, key=lambda span: -span.seconds)[:_MOST_SPANS]
     begin_s = min(span.start_s for span in drawn)
     return {
-        "said": said_of(spans),
+        "said": said_of(spans, TrialDirectory(folder.parent).metrics_path),
         "first": there[-_DRAWN_STEPS:][0],
         "last": there[-1],
         "left_out": len(drawn) - len(longest),

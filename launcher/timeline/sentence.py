@@ -14,9 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.spans import PHASES, Span
 from corral.experiments.trial.worker_record import MASTER
 from corral.launcher.timeline.reader import spans_of, steps_in, steps_of
+from corral.launcher.trial.metrics import last_lines
+from corral.launcher.trial.watchers import dropped_share
 
 _FASTER_REWARD = "make the reward faster, or raise rollout.reward_processes"
 LATEST_STEPS = 20  # of which one alone says little
@@ -55,6 +58,10 @@ class Figures:
     """What rules ask of the spans of some steps."""
 
     spans: Sequence[Span]
+    dropped: float = 0.0
+    """Share of the prompts of these steps that were dropped."""
+    trial: str = ""
+    """experiment/trial, for commands."""
 
     @cached_property
     def window(self) -> tuple[float, float]:
@@ -150,6 +157,15 @@ def _no_server(figures: Figures) -> Reason | None:
     return Reason(0.0, text, "see weights.transport, or allow older ones: rollout.max_head_offpolicyness (eta)")
 
 
+def _dropped(figures: Figures) -> Reason | None:
+    if figures.dropped < _LEAST_SHARE:
+        return None
+    text = f"{figures.dropped:.0%} of the prompts were dropped, for which answers were made in vain"
+    return Reason(
+        figures.dropped * figures.master_s["wait for a batch"], text, f"rl-logs {figures.trial} --errors says why"
+    )
+
+
 def _slow_rank(figures: Figures) -> Reason | None:
     worked: defaultdict[str, list[Span]] = defaultdict(list)
     for span in figures.of(PHASES, "model_worker"):
@@ -212,7 +228,7 @@ RULES: Sequence[tuple[Sequence[str], str, Sequence[Callable[[Figures], Reason | 
     (
         ("wait for a batch",),
         "waiting for a batch",
-        (_slow_server, _slow_reward, _slow_teacher, _slow_agents, _shut_gate, _no_server, _few_servers),
+        (_slow_server, _slow_reward, _slow_teacher, _slow_agents, _shut_gate, _no_server, _dropped, _few_servers),
     ),
     (("train step",), "the calls of the step", (_slow_rank, _slow_judging, _long_call)),
     (
@@ -233,15 +249,17 @@ RULES: Sequence[tuple[Sequence[str], str, Sequence[Callable[[Figures], Reason | 
 )
 
 
-def explain_time(spans: Sequence[Span]) -> list[Cause]:
+def explain_time(spans: Sequence[Span], *, dropped: float = 0.0, trial: str = "") -> list[Cause]:
     """What the time of these steps went into, the largest share first; empty where no step is among the spans.
 
     Args:
         spans: `spans_of` some steps.
+        dropped: share of the prompts of these steps that were dropped.
+        trial: experiment/trial, for commands.
     """
     if not steps_in(spans):
         return []
-    figures = Figures(spans)
+    figures = Figures(spans, dropped, trial)
     causes = []
     for phases, what, rules in RULES:
         share = sum(figures.master_s[phase] for phase in phases) / figures.wall_s
@@ -255,19 +273,26 @@ def explain_time(spans: Sequence[Span]) -> list[Cause]:
     return sorted(causes, key=lambda cause: -cause.share)
 
 
-def said_of_latest(folder: Path) -> list[str]:
+def said_of_latest(directory: TrialDirectory) -> list[str]:
     """As `said_of`, of the last steps of a trial; nothing where none are kept."""
+    folder = directory.timeline_path
     if not (there := steps_of(folder, most_bytes=_TAIL_BYTES)):
         return []
-    return said_of(spans_of(folder, sorted(there)[-LATEST_STEPS:], most_bytes=_TAIL_BYTES))
+    return said_of(spans_of(folder, sorted(there)[-LATEST_STEPS:], most_bytes=_TAIL_BYTES), directory.metrics_path)
 
 
-def said_of(spans: Sequence[Span]) -> list[str]:
-    """The sentence about these steps, which tells the largest cause, and one for each of the others."""
+def said_of(spans: Sequence[Span], metrics: Path) -> list[str]:
+    """The sentence about these steps, which tells the largest cause, and one for each of the others.
+
+    Args:
+        metrics: metrics.jsonl of the trial, whose last lines say how many prompts were dropped.
+    """
     steps = steps_in(spans)
     if not steps:
         return []
     first, last = min(steps), max(steps)
     where = f"step {first}" if first == last else f"steps {first} to {last}"
-    head, *others = list(map(str, explain_time(spans))) or ["nothing stands out"]
+    dropped = dropped_share(last_lines(metrics), steps)
+    trial = "/".join(metrics.parent.parts[-2:])
+    head, *others = list(map(str, explain_time(spans, dropped=dropped, trial=trial))) or ["nothing stands out"]
     return [f"of {Figures(spans).wall_s:.3g} s in {where}, {head}", *(f"besides, {other}" for other in others)]
