@@ -7,6 +7,7 @@ error: trial can never start: it needs 5 nodes, partition 'h100' has 4
 """
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -236,13 +237,20 @@ def did_you_mean(word: str, candidates: Sequence[str], otherwise: str) -> str:
     return f"did you mean {near!r}?" if near else otherwise
 
 
+_QUOTED = re.compile(r"""(?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?!\w)""")
+"""A text as `repr` shows it; an apostrophe within a word begins none."""
+
+
 class ChangedInputError(ValueError):
     """A file that the trial was planned with is not there any more, or has changed."""
 
 
 def split_remedy(text: str) -> tuple[str, str]:
-    """The rule and the way out of an error text such as "needs 9 GPUs but has 8; lower dp"."""
-    rule, separator, remedy = text.rpartition("; ")
-    if "\n" in text:
+    """The rule and the way out of an error text such as "needs 9 GPUs but has 8; lower dp".
+
+    A value that is quoted as `repr` does it is no separator, whatever it contains.
+    """
+    at = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text).rfind("; ")
+    if "\n" in text or at < 0:
         return text, ""
-    return (rule, remedy) if separator else (text, "")
+    return text[:at], text[at + 2 :]
