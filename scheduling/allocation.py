@@ -26,14 +26,6 @@ TRAINING_BACKENDS = ("fsdp", "megatron")
 DEFAULT_TRAINING_BACKEND = "fsdp"
 EVERY_ROLE = "*"
 
-ALLOCATION_GRAMMAR = f"""\
-allocation := [generation "+"] training | generation
-generation := {" | ".join(f'"{name}"' for name in GENERATION_BACKENDS)} ":" layout
-training   := engine | share {{"," share}}
-share      := role {{"," role}} "=" engine ["@" first rank]        role "*": every role that is not named
-engine     := [{" | ".join(f'"{name}"' for name in TRAINING_BACKENDS)} ":"] layout       "." may stand for ":"
-layout     := "d", "t" (or "m"), "p", "c" and "e", each with a size, each at most once; one that is missing counts 1"""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAllocation:
@@ -237,6 +229,4 @@ def _share(text: str, match: re.Match[str]) -> Share:
 
 def _fail(text: str, position: int, reason: str) -> NoReturn:
     shown = "".join(character if character.isprintable() else "?" for character in text)
-    raise ValueError(
-        f"allocation {text!r}, position {position}: {reason}\n  {shown}\n  {' ' * position}^\n{ALLOCATION_GRAMMAR}"
-    )
+    raise ValueError(f"allocation {text!r}, position {position}: {reason}\n  {shown}\n  {' ' * position}^")

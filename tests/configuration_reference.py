@@ -15,7 +15,6 @@ from corral.experiments.errors import dotted, show_value
 from corral.experiments.experiment import Experiment
 from corral.experiments.loading.schema import alternatives, entries, key_paths, purpose, submodel
 from corral.experiments.registry import EXPERIMENTS
-from corral.scheduling.allocation import ALLOCATION_GRAMMAR
 from corral.scheduling.scheduling import Scheduling, default_scheduling
 
 _INTRODUCTION = f"""\
@@ -41,7 +40,12 @@ see [rollout](rollout.md)), `fsdp` and `megatron` (training; see [layouts](layou
 `hf:d2+fsdp:d2c2`, or `sglang:d2+megatron:d4`. The whole grammar:
 
 ```
-{ALLOCATION_GRAMMAR}
+allocation := [generation "+"] training | generation
+generation := "sglang" | "hf" ":" layout
+training   := engine | share {{"," share}}
+share      := role {{"," role}} "=" engine ["@" first rank]        role "*": every role that is not named
+engine     := ["fsdp" | "megatron" ":"] layout       "." may stand for ":"
+layout     := "d", "t" (or "m"), "p", "c" and "e", each with a size, each at most once; one that is missing counts 1
 ```
 """
 

@@ -75,8 +75,7 @@ def test_a_mistake_is_pointed_at(text: str, position: int, reason: str) -> None:
     message = str(refusal.value)
     assert f"position {position}:" in message
     assert reason in message
-    assert "\n  " + " " * position + "^\n" in message
-    assert "allocation :=" in message
+    assert message.endswith("\n  " + " " * position + "^")
 
 
 def test_generation_servers_follow_from_the_layout() -> None:
@@ -151,10 +150,10 @@ def test_every_allocation_reads_back_from_its_text(
 
 
 @given(st.text(alphabet="dtmp0129:.+,=@*hfsglan \n", max_size=20))
-def test_any_text_is_understood_or_refused_with_the_grammar(text: str) -> None:
+def test_any_text_is_understood_or_refused_with_its_place(text: str) -> None:
     try:
         allocation = parse_allocation(text)
     except ValueError as refusal:
-        assert "allocation :=" in str(refusal)
+        assert str(refusal).endswith("^")
     else:
         assert parse_allocation(str(allocation)) == allocation

@@ -7,9 +7,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from corral.experiments.errors import ChangedInputError, did_you_mean
+from corral.experiments.errors import NO_SOURCE, ChangedInputError, did_you_mean
+from corral.experiments.loading.validation import explain
 
 
 class ChangedCodeError(ChangedInputError):
@@ -87,9 +88,10 @@ def configured(found: Any, settings: Mapping[str, Any], *, key: str) -> Any:
     try:
         return found(**settings)
     except ValidationError as error:
-        fields: tuple[str, ...] = tuple(getattr(found, "model_fields", ()))
-        wrong = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
-        raise ValueError(f"{key}: {wrong}; {found.__name__} has {', '.join(fields) or 'no fields'}") from error
+        model = found if issubclass(found, BaseModel) else BaseModel
+        problems = explain(error, model, NO_SOURCE)
+        wrong = (f"{one.message} ({one.hint})" if one.hint else one.message for one in problems)
+        raise ValueError(f"{key}: {', '.join(wrong)}") from error
 
 
 def built_in_or_loaded(name: str, built_in: Mapping[str, Any], *, what: str) -> Any:

@@ -152,7 +152,7 @@ class Score(FrozenConfig):
 def test_settings_of_a_loss_of_ones_own_are_those_of_its_class(submit: Submit) -> None:
     plan = submit("ppo.loss=own:Score", "ppo.loss_settings.scale=0.5", own=CLASS).plan
     assert [role.ppo.loss_settings for role in plan.roles.values() if role.ppo] == [{"scale": 0.5}]
-    with pytest.raises(ConfigError, match="ppo.loss: .*loss_settings: scal: Extra inputs .*; Score has scale"):
+    with pytest.raises(ConfigError, match="loss_settings: unknown key 'scal' .did you mean 'scale'"):
         submit("ppo.loss=own:Score", "ppo.loss_settings.scal=0.5")
 
 
@@ -207,7 +207,7 @@ def test_parts_of_a_reward_have_the_settings_of_their_classes_and_one_that_reach
     submission = submit(parts.format("scale: 2.0"), own=f"{REWARD}\n\n{GOOD}")
     (warning,) = [one for one in submission.warnings if "own:Near" in one]
     assert "own:Near was not tried to the end: ConnectionRefusedError: nobody listens at 2.0" in warning
-    with pytest.raises(ConfigError, match="rollout.reward.near.function: settings: scal: Extra .*; Near has scale"):
+    with pytest.raises(ConfigError, match="near.function: settings: unknown key 'scal' .did you mean 'scale'"):
         submit(parts.format("scal: 2.0"))
 
 
@@ -290,6 +290,13 @@ def test_a_reward_that_fails_on_what_a_model_may_say_is_told(submit: Submit) -> 
     fails = "def score(problem, answer):\n    return float(answer.partition('####')[2].replace(',', '') or '0')\n"
     (warning,) = submit("rollout.reward=own_reward:score", own_reward=fails).warnings
     assert "own_reward:score fails on an answer such as" in warning and "own_reward.py:2" in warning
+
+
+def test_code_that_fails_is_to_be_corrected_and_only_a_cluster_can_do_without_the_check(submit: Submit) -> None:
+    with pytest.raises(ConfigError) as refused:
+        submit("rollout.reward=own_reward:score", own_reward="def score(problem, answer):\n    return answer.no\n")
+    (problem,) = refused.value.problems
+    assert problem.hint == "correct it there and submit again; on a cluster, --no-checks submits without this check"
 
 
 UNIT_TESTS = "rollout.reward=corral.workers.rewards:unit_tests"

@@ -18,6 +18,7 @@ from corral.workers.rewards.contract import StopTrialError
 from corral.workers.rewards.endpoint import EndpointDownError
 from corral.workers.rewards.judge import BudgetSpentError, Judge
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.user_code.loading import configured
 from tests.workers.rewards.scripted_endpoint import Endpoint
 from tests.workers.rollout.rollout_rig import RolloutRig
 
@@ -325,3 +326,11 @@ def test_a_verdict_is_found_in_its_usual_spellings_and_its_scale_is_none() -> No
 def test_what_is_no_single_number_in_range_is_a_failure_and_no_verdict(said: str) -> None:
     with pytest.raises(ValueError, match="no verdict|is not between"):
         Judge(url="http://127.0.0.1:1/v1", prompt="{answer}")._verdict_of(said)
+
+
+def test_a_setting_of_a_wrong_form_is_told_by_what_it_means_and_not_by_its_pattern() -> None:
+    with pytest.raises(ValueError) as refused:
+        configured(Judge, {"url": "judge.example", "prompt": "{answer}"}, key="settings")
+    told = str(refused.value)
+    assert told.startswith("settings: url is not in the form that it must have (url: Of the API, to which ")
+    assert "https://host/v1" in told and "pattern" not in told and "?:" not in told
