@@ -82,8 +82,8 @@ def test_events_are_told_and_marked_where_they_were(tab: Tab) -> None:
 
 
 def test_the_timeline_of_the_last_steps_is_explained_and_drawn(tab: Tab) -> None:
-    assert "of 200 s in steps 21 to 40, 80% went into" in tab.texts("#timeline-said")[0]
     reach(tab, "timeline")
+    assert "of 200 s in steps 21 to 40, 80% went into" in tab.texts("#timeline-said")[0]
     assert tab.evaluate("document.querySelectorAll('#spans .bars .point').length") == 4 * 3
     assert set(tab.texts("#spans .ytick")) == {"master_worker/0 phases", "master_worker/0 steps"}
 
