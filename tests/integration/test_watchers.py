@@ -50,7 +50,7 @@ def test_a_rule_speaks_of_a_trial_that_is_made_to_suffer(
     trial.wait_for_end()
     (rule,) = (rule for rule in RULES if rule.metric == metric)
     found = findings_of(last_lines(trial.directory.metrics_path), trial="exp/t")
-    assert rule.remedy in [finding.details for finding in found]
+    assert rule.remedy.format(trial="exp/t") in [finding.details for finding in found]
 
 
 def test_every_rule_has_its_trial() -> None:
