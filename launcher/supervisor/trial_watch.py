@@ -111,7 +111,8 @@ class TrialWatch:
         """Whether the folder is gone for good; one that was moved still has a name."""
         if self._folder is None:
             self._folder = os.open(self._directory.path, os.O_RDONLY | os.O_DIRECTORY)
-        return os.fstat(self._folder).st_nlink == 0
+        # Some file systems count no names of any folder.
+        return os.fstat(self._folder).st_nlink == 0 and not self._directory.path.exists()
 
     def _read_stop_request(self) -> tuple[StopRequest | None, str]:
         try:
