@@ -37,10 +37,9 @@ from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
 from corral.experiments.trial.log import TrialLog  # noqa: E402
 from corral.experiments.trial.log_state import Claim, Commit  # noqa: E402
 from corral.experiments.worker_specs import DatasetSpec  # noqa: E402
-from corral.workers.checkpoint.checkpoint import CheckpointWriter  # noqa: E402
+from corral.workers.checkpoint.checkpoint import CheckpointWriter, CommittedLedger  # noqa: E402
 from corral.workers.checkpoint.ledger import (  # noqa: E402
     LEDGER_NAME,
-    CommittedLedger,  # noqa: E402
     Ledger,
     LedgerDelta,
     numbers_of,

@@ -110,7 +110,7 @@ def test_every_loss_and_advantage_of_the_page_passes_the_check_that_it_names() -
     engine = SmallEngine("lm", lr=0.05)
     sample = judged(engine)
     assert actor.train_step(engine, sample, version=0)["train/skipped_nonfinite"] == 0.0
-    with pytest.raises(ValueError, match="worse: Input should be greater than or equal to 0; Tempered has worse"):
+    with pytest.raises(ValueError, match="loss_settings: worse must be greater than or equal to 0"):
         PPOActorInterface(PPOConfig(loss="tempered_loss:Tempered", loss_settings={"worse": -1.0}))
 
 
@@ -135,7 +135,7 @@ def test_a_loss_of_pairs_of_ones_own_holds_them_as_far_apart_as_it_is_told(tmp_p
     overrides = ["dpo.loss=hinge_pairs:Hinge", f"cluster.fileroot={tmp_path}"]
     submission = prepare(tmp_path / "dpo.yaml", overrides, trial_name=None, mode="local")
     assert set(submission.code.contents) == {"hinge_pairs.py"}
-    with pytest.raises(ConfigError, match=r"ahead: Input should be greater than 0"):
+    with pytest.raises(ConfigError, match=r"loss_settings: ahead must be greater than 0"):
         prepare(tmp_path / "dpo.yaml", [*overrides, "dpo.loss_settings={ahead: -1}"], trial_name=None, mode="local")
 
 

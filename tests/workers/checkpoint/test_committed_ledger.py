@@ -7,8 +7,8 @@ import pytest
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import LogWriter, TrialLog
 from corral.experiments.trial.log_state import MOST_COMMITS, LoggedCommit
-from corral.workers.checkpoint.checkpoint import CheckpointWriter, CommittedLedger, committed_ledger
-from corral.workers.checkpoint.ledger import Ledger, LedgerNews, write_delta
+from corral.workers.checkpoint.checkpoint import CheckpointWriter, CommittedLedger, LedgerNews, committed_ledger
+from corral.workers.checkpoint.ledger import Ledger, write_delta
 from tests.workers.checkpoint.rows import ROWS, trained
 
 

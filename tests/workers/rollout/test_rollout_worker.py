@@ -15,7 +15,8 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.checkpoint.ledger import Ledger, LedgerNews, numbers_of
+from corral.workers.checkpoint.checkpoint import LedgerNews
+from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.delivery.messages import VerdictKind
 from corral.workers.delivery.spool import Spool
