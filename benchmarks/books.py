@@ -13,6 +13,7 @@ the log and the ledger. Whoever follows takes in each further commit.
 """
 
 import argparse
+import asyncio
 import json
 import os
 import random
@@ -175,14 +176,14 @@ class Trial:
         cpu_s = time.process_time()
         row_ids, costs.names_s = timed(lambda: list(Dataset.planned(self.dataset)))
         follower, made_s = timed(lambda: CommittedLedger(self.directory, row_ids))
-        news, first_look_s = timed(follower.poll)
+        news, first_look_s = timed(lambda: asyncio.run(follower.look()))
         costs.start_cpu_s = time.process_time() - cpu_s
         _, costs.log_s = timed(lambda: TrialLog(self.directory.log_path).read())
         assert len(news.covered) == self.samples, (len(news.covered), self.samples)
         costs.start_s = costs.names_s + made_s + first_look_s
         for _ in range(MEASURED_COMMITS):
             self.commit(costs)
-            timed(follower.poll, costs.followed_s)
+            timed(lambda: asyncio.run(follower.look()), costs.followed_s)
         snapshot = self.directory.log_path / "snapshot"
         if snapshot.exists():
             snapshot.rename(snapshot.with_name("aside"))
