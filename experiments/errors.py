@@ -248,7 +248,7 @@ class ChangedInputError(ValueError):
 def split_remedy(text: str) -> tuple[str, str]:
     """The rule and the way out of an error text such as "needs 9 GPUs but has 8; lower dp".
 
-    A value that is quoted as `repr` does it is no separator, whatever it contains.
+    A "; " within a value that is quoted as `repr` quotes it separates nothing.
     """
     at = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text).rfind("; ")
     if "\n" in text or at < 0:

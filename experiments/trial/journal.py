@@ -9,6 +9,7 @@ import errno
 import json
 import logging
 import os
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -29,6 +30,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._kept: deque[bytes] = deque(maxlen=_MOST_KEPT)
+        self._telling = threading.Lock()
 
     def append(self, event: str, **fields: Any) -> None:
         """Adds one line, see `event_line`.
@@ -40,14 +42,15 @@ class Journal:
         self.append_line(event_line(event, **fields))
 
     def tell(self, event: str, **fields: Any) -> None:
-        """As `append`, but what the file system refuses is kept, and written before the next event that is told."""
-        self._kept.append(event_line(event, **fields))
-        try:
-            while self._kept:
-                self.append_line(self._kept[0])
-                self._kept.popleft()
-        except OSError as error:
-            logger.warning("not in the journal yet: %s: %s", self._kept[-1].decode(), error)
+        """As `append`, but a refused event is kept, and written before the next one. Threads may call it at once."""
+        with self._telling:
+            self._kept.append(event_line(event, **fields))
+            try:
+                while self._kept:
+                    self.append_line(self._kept[0])
+                    self._kept.popleft()
+            except OSError as error:
+                logger.warning("not in the journal yet: %s: %s", self._kept[-1].decode(), error)
 
     def append_line(self, line: bytes) -> None:
         """Adds a line that `event_line` has made.

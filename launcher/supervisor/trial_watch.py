@@ -33,7 +33,7 @@ class Seen:
     groups_kept_down: frozenset[str] | None = None
     """Kinds of worker that rl-stop keeps down; None if that could not be read."""
     why_over: str = ""
-    """Why another process decides about the trial, or there is none any more."""
+    """Why this attempt is over: a later attempt has begun, or the folder was removed; "" if it is not."""
 
 
 class TrialWatch:
@@ -111,7 +111,7 @@ class TrialWatch:
         """Whether the folder is gone for good; one that was moved still has a name."""
         if self._folder is None:
             self._folder = os.open(self._directory.path, os.O_RDONLY | os.O_DIRECTORY)
-        # Some file systems count no names of any folder.
+        # Some file systems report 0 names of every folder.
         return os.fstat(self._folder).st_nlink == 0 and not self._directory.path.exists()
 
     def _read_stop_request(self) -> tuple[StopRequest | None, str]:

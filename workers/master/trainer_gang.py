@@ -257,7 +257,7 @@ class TrainerGang:
         return await self._post(requests, deadline_s=_CONTROL_DEADLINE_S)
 
     async def start(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
-        """Requests that may take as long as a step; blocking ones run after whatever was started there before."""
+        """Requests that may take as long as a step; blocking ones run after those started there before."""
         return await self._post(requests, deadline_s=self._step_timeout_s)
 
     async def _post(self, requests: Mapping[int, Request], *, deadline_s: float) -> dict[int, ReplyPayload]:

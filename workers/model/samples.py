@@ -111,7 +111,7 @@ class Samples:
     def load_rows(self, uids: Sequence[str]) -> list[SampleMetadata] | None:
         """Store rows of the dataset, or held-out rows, and say what they are, and which of them are none.
 
-        None until they are read: then whoever `announce_to` names asks again.
+        None until they are read; the callback of `announce_to` is called then, and the caller asks again.
 
         Raises:
             ValueError: if there are no such rows, or one that is held out is broken.

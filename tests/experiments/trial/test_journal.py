@@ -3,6 +3,7 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,11 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
     events = [json.loads(line) for line in path.read_text().splitlines() if line]
     for who in range(3):
         assert [event["i"] for event in events if event["who"] == str(who)] == list(range(200))
+
+
+def test_events_that_threads_tell_at_once_are_each_written_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "events.jsonl")
+    with ThreadPoolExecutor(8) as threads:
+        for told in [threads.submit(journal.tell, "told", number=number) for number in range(400)]:
+            told.result()
+    assert sorted(event["number"] for event in read_journal(tmp_path / "events.jsonl")) == list(range(400))
