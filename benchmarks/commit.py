@@ -39,8 +39,7 @@ from corral.experiments.config.control import TrainControl  # noqa: E402
 from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
 from corral.experiments.trial.log import TrialLog  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec  # noqa: E402
-from corral.scheduling.mesh import Mesh  # noqa: E402
-from corral.scheduling.parallel import ParallelDims  # noqa: E402
+from corral.scheduling.parallel import Mesh, ParallelDims  # noqa: E402
 from corral.scheduling.policy_version import PolicyVersion  # noqa: E402
 from corral.workers.checkpoint.checkpoint import RecoveryPoint, last_valid_commit  # noqa: E402
 from corral.workers.checkpoint.durable_file import ContentDigest, FileEntry  # noqa: E402

@@ -28,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from corral.experiments.inputs.decoder_config import decoder_sizes  # noqa: E402
 from corral.scheduling.memory.model import CallSizes, RoleModel  # noqa: E402
-from corral.scheduling.mesh import Mesh  # noqa: E402
-from corral.scheduling.parallel import ParallelDims  # noqa: E402
+from corral.scheduling.parallel import (
+    Mesh,  # noqa: E402
+    ParallelDims,  # noqa: E402
+)
 from corral.workers.backends.chunked_head import install_chunked_head  # noqa: E402
 from corral.workers.backends.heads import HEADS  # noqa: E402
 from corral.workers.backends.lora import merged_weights  # noqa: E402

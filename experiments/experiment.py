@@ -52,7 +52,6 @@ from corral.experiments.worker_specs import (
 from corral.scheduling.allocation import Allocation, parse_allocation
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.keys import Key
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import (
     CallType,
     ModelFunctionCall,
@@ -61,6 +60,7 @@ from corral.scheduling.model_function_call import (
     PostHook,
     PublishWeightsHook,
 )
+from corral.scheduling.parallel import Mesh
 from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Scheduling, TasksGroup, default_scheduling
 from corral.scheduling.worker_information import WorkerKind
 

@@ -24,7 +24,7 @@ from corral.experiments.inputs.parameters import (
     served_bytes,
 )
 from corral.experiments.worker_specs import Head
-from corral.scheduling.mesh import Mesh
+from corral.scheduling.parallel import Mesh
 
 EMBEDDED_MB = 400
 """What a worker with the embedded engine takes before it holds any weights, as measured on a CPU."""

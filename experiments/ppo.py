@@ -18,8 +18,8 @@ from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.policy import PolicyExperiment
 from corral.experiments.policy_problems import policy_problems
 from corral.experiments.worker_specs import BehaviourSpec, GenerationSpec, ModelRoleSpec
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PullWeightsHook
+from corral.scheduling.parallel import Mesh
 
 GENERATE = "generate"
 """What a call that generates is implemented by."""

@@ -22,9 +22,9 @@ from corral.experiments.config.rollout import (
 from corral.scheduling.cadence import Frequency
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.keys import Key, routed_experts_key
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall, ModelName, parse_model_name
 from corral.scheduling.packing import TransformerShape
+from corral.scheduling.parallel import Mesh
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.scheduling.step_plan import StepPlan
 

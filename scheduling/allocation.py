@@ -18,8 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from corral.scheduling.mesh import Mesh
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 
 GENERATION_BACKENDS = ("sglang", "hf")
 TRAINING_BACKENDS = ("fsdp", "megatron")

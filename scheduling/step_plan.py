@@ -16,13 +16,13 @@ from functools import cached_property
 from graphlib import TopologicalSorter
 
 from corral.scheduling.dataflow import DataflowGraph
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import (
     ModelFunctionCall,
     ModelName,
     PublishWeightsHook,
     PushWeightsHook,
 )
+from corral.scheduling.parallel import Mesh
 from corral.scheduling.worker_information import fold_numbers
 
 

@@ -29,7 +29,7 @@ from corral.experiments.inputs.users_code import TriedRow
 from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.workers.agents.contract import AsksOnError, Words
-from corral.workers.agents.language import ModelLanguage, Reply
+from corral.workers.agents.session import ModelLanguage, Reply
 from corral.workers.agents.shipped import calculator, run_tool, schema_of
 from corral.workers.user_code.trials import check_agent, try_reward
 from tests import chat_models

@@ -15,8 +15,7 @@ from corral.experiments.inputs.model_directory import attention_heads, model_typ
 from corral.experiments.inputs.parameters import adapted_layers
 from corral.scheduling.allocation import EVERY_ROLE, Allocation
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, tensor_shapes
-from corral.scheduling.mesh import Mesh
-from corral.scheduling.parallel import ParallelDims, stage_layers
+from corral.scheduling.parallel import Mesh, ParallelDims, stage_layers
 
 # What the megatron backend cannot hold or divide, said at submission: each with the numbers that would do.
 #

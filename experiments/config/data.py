@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_validator
 
 from corral.experiments.config.base import FrozenConfig, changed
-from corral.experiments.config.condition import Condition
-from corral.experiments.config.patterns import FindingPattern
+from corral.experiments.config.condition import Condition, FindingPattern
 from corral.experiments.config.rollout import ImportPath, SamplingConfig
 from corral.scheduling.cadence import Frequency
 

@@ -29,11 +29,9 @@ from corral.launcher.submit.memory_plan import (
     server_uses,
 )
 from corral.scheduling.allocation import EVERY_ROLE, Allocation, Share, parse_allocation
-from corral.scheduling.memory.gpu import GIB, MIB, Peak, gpu_bytes_for, usable_bytes
-from corral.scheduling.memory.server import ANSWER
-from corral.scheduling.mesh import Mesh
+from corral.scheduling.memory.gpu import ANSWER, GIB, MIB, Peak, gpu_bytes_for, usable_bytes
 from corral.scheduling.model_function_call import ModelName, parse_model_name
-from corral.scheduling.parallel import ParallelDims, nearest_layout
+from corral.scheduling.parallel import Mesh, ParallelDims, nearest_layout
 from corral.scheduling.worker_information import fold_numbers
 
 # Where nobody says how many GPUs there are: times as many as now, but not beyond what is looked through in seconds.

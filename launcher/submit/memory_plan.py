@@ -28,6 +28,7 @@ from corral.experiments.worker_specs import GenerationServerSpec, ModelRoleSpec,
 from corral.launcher.submit.plan_text import answers_per_prompt, table
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, tensor_shapes
 from corral.scheduling.memory.gpu import (
+    ANSWER,
     CONTEXT_BYTES,
     FRAGMENTATION,
     GIB,
@@ -38,13 +39,12 @@ from corral.scheduling.memory.gpu import (
     Part,
     Peak,
     peak_of,
+    server_on_gpu,
     usable_bytes,
 )
 from corral.scheduling.memory.model import Adapters, CallKind, CallSizes, RoleModel
-from corral.scheduling.memory.server import ANSWER, server_on_gpu
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook, PushWeightsHook
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.scheduling.worker_information import WorkerKind, fold_numbers
 
 RECOMPUTE_FULL = "recompute full"

@@ -20,8 +20,8 @@ from corral.experiments.errors import display_path
 from corral.experiments.plan import RunPlan
 from corral.experiments.worker_specs import GenerationServerSpec, ModelRoleSpec, ModelWorkerSpec, RolloutWorkerSpec
 from corral.launcher.layout.layout import Allocation, Layout, Step
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook
+from corral.scheduling.parallel import Mesh
 from corral.scheduling.step_plan import Route, StepPlan, describe_shards
 from corral.scheduling.worker_information import fold_numbers, parse_worker_id
 

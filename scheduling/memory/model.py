@@ -30,9 +30,8 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
-from corral.scheduling.memory.gpu import ModelOnGpu, Part, Parts
+from corral.scheduling.memory.gpu import PROMPT_TOKENS, ModelOnGpu, Part, Parts, answering, key_value_bytes_per_token
 from corral.scheduling.memory.layers import FLOAT32_BYTES, Backend, Layers, Recompute, share_of
-from corral.scheduling.memory.server import PROMPT_TOKENS, answering, key_value_bytes_per_token
 from corral.scheduling.parallel import ParallelDims, stage_layers
 
 CallKind = Literal["train", "infer", "generate"]

@@ -22,8 +22,7 @@ from corral.experiments.inputs.parameters import adapted_bytes, adapter_bytes, s
 from corral.experiments.registry import load_experiment
 from corral.experiments.specs import worker_specs
 from corral.experiments.worker_specs import GenerationServerSpec
-from corral.scheduling.mesh import Mesh
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext

@@ -8,9 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from corral.workers.backends.packed_attention import attend_by_runs, packed_attention, share_heads
+from corral.workers.backends.packed_attention import (
+    attend_by_runs,
+    packed_attention,
+    setting_of,
+    share_heads,
+    takes_one_call,
+)
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.varlen_attention import setting_of, takes_one_call
 from tests.workers.backends.attention_reference import Row, attend, make_row, slow_attention, with_gradients
 from tests.workers.backends.gang_helpers import play
 

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from corral.experiments.config.model import LoraConfig
-from corral.scheduling.mesh import Mesh
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.model.reallocation import reallocate
 from tests.workers.backends.gang_helpers import play

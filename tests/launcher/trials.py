@@ -42,8 +42,7 @@ from corral.launcher.stop import see_through, stop_trial
 from corral.launcher.trial.find import TrialFacts, read_facts
 from corral.launcher.trial.lock import lock_path, read_lock
 from corral.launcher.trial.processes import is_process_alive, kill_trial_processes, trial_processes
-from corral.scheduling.mesh import Mesh
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 from tests.launcher.stub_supervisor import COMMAND
 

@@ -36,12 +36,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from corral.experiments.config.model import OptimizerConfig
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, num_parameters, tensor_shapes
+from corral.scheduling.memory.gpu import ANSWER, server_on_gpu
 from corral.scheduling.memory.layers import Backend, Recompute
 from corral.scheduling.memory.model import CallSizes, RoleModel
-from corral.scheduling.memory.server import ANSWER, server_on_gpu
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.megatron import engine as megatron

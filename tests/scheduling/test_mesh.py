@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.mesh import Mesh
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 
 layouts = st.builds(
     ParallelDims, dp=st.integers(1, 4), tp=st.integers(1, 3), pp=st.integers(1, 3), cp=st.integers(1, 3)

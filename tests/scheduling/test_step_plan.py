@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from corral.scheduling.allocation import parse_allocation
 from corral.scheduling.dataflow import build_dataflow
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import (
     ModelFunctionCall,
     ModelName,
@@ -18,7 +17,7 @@ from corral.scheduling.model_function_call import (
     PullWeightsHook,
     PushWeightsHook,
 )
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.scheduling.step_plan import Route, StepPlan, WeightRoute, describe_shards
 from corral.scheduling.worker_information import fold_numbers
 from corral.workers.master.step_order import StepState

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from corral.workers.agents.contract import EpisodeEndedError, RefusedError
-from corral.workers.agents.language import Reply
+from corral.workers.agents.session import Reply
 
 _BASE = "http://endpoint"  # a Unix socket has no host; the name is not looked up
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the worker has deadlines for servers; it may have to wait for them

@@ -32,10 +32,13 @@ from corral.scheduling.keys import (
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.advantage import advantage_named
 from corral.workers.algorithms.base import (
+    STEPS_SKIPPED_EARLY,
     CallKeys,
     ModelInterface,
     compute_logprobs,
+    deal_mini_batches,
     generated,
+    merge_stats,
     response_mask,
     sum_over_mask,
 )
@@ -44,7 +47,6 @@ from corral.workers.algorithms.functional.packed import sum_per_answer
 from corral.workers.algorithms.functional.policy_losses import EpisodeCounts, importance_ratio, reduction_weights
 from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.gap_watch import FirstPass, GapWatch, TwoSides
-from corral.workers.algorithms.mini_batches import STEPS_SKIPPED_EARLY, deal_mini_batches, merge_stats
 from corral.workers.algorithms.policy_loss import center_logprobs, loss_named
 from corral.workers.algorithms.ppo_batch import (
     KLController,

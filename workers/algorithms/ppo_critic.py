@@ -20,10 +20,9 @@ from corral.experiments.config.algorithm import CriticConfig, PPOConfig
 from corral.scheduling.keys import built_in
 from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.advantage import GAE
-from corral.workers.algorithms.base import CallKeys, ModelInterface, sum_over_mask
+from corral.workers.algorithms.base import CallKeys, ModelInterface, deal_mini_batches, merge_stats, sum_over_mask
 from corral.workers.algorithms.functional.losses import value_loss
 from corral.workers.algorithms.functional.normalization import RunningMoments
-from corral.workers.algorithms.mini_batches import deal_mini_batches, merge_stats
 from corral.workers.algorithms.ppo_batch import KLController, advantage_batch, measure_batch, with_loss_weights
 from corral.workers.backends.base import LossOutput, Numbers, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch

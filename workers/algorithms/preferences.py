@@ -33,10 +33,9 @@ from torch import Tensor
 from corral.experiments.config.algorithm import DPOConfig
 from corral.scheduling.keys import Key, built_in
 from corral.scheduling.model_function_call import CallType
-from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs, response_mask
+from corral.workers.algorithms.base import CallKeys, ModelInterface, compute_logprobs, merge_stats, response_mask
 from corral.workers.algorithms.functional.losses import bradley_terry_loss
 from corral.workers.algorithms.functional.packed import sum_per_answer
-from corral.workers.algorithms.mini_batches import merge_stats
 from corral.workers.algorithms.pair_losses import PairScores, pair_loss_of
 from corral.workers.backends.base import LossOutput, TokenScores, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch

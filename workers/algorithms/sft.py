@@ -15,11 +15,11 @@ from corral.scheduling.model_function_call import CallType
 from corral.workers.algorithms.base import (
     ModelInterface,
     compute_logprobs,
+    merge_stats,
     response_mask,
     sum_over_mask,
 )
 from corral.workers.algorithms.functional.losses import sft_loss
-from corral.workers.algorithms.mini_batches import merge_stats
 from corral.workers.backends.base import LossOutput, TokenScores, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.data.sequence_sample import SequenceSample

@@ -28,11 +28,10 @@ from corral.experiments.config.model import GradientSums, LoraConfig, OptimizerC
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.base import LOSS_MASK, LossFunction, Numbers, StepCondition
-from corral.workers.backends.files.adapters import adapter_config
 from corral.workers.backends.files.weights import WeightBase, WeightShare, companion_files
 from corral.workers.backends.heads import HEADS
 from corral.workers.backends.host_copies import Offloaded, state_that_can_leave
-from corral.workers.backends.lora import fold_sums
+from corral.workers.backends.lora import adapter_config, fold_sums
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches, scatter_to_answers
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore  # re-exported by torch.distributed, but not for type checkers
 
-from corral.scheduling.mesh import Mesh
-from corral.scheduling.parallel import ParallelCoords, ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelCoords, ParallelDims
 from corral.workers.backends.torch_versions import new_group
 
 _IN_COMMON = MappingProxyType(

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from corral.experiments.trial.directory import fsync_directory
 from corral.workers.backends.base import Numbers
-from corral.workers.backends.files.parts import Part, fill_parts, stored_name
-from corral.workers.backends.files.tensors import write_tensors
+from corral.workers.backends.files.tensors import Part, fill_parts, stored_name, write_tensors
 from corral.workers.backends.host_copies import host_copies
 from corral.workers.backends.lora import is_adapter
 from corral.workers.checkpoint.durable_file import FileEntry, no_progress, write_durable

@@ -33,6 +33,7 @@ from corral.workers.engine.prefill import Prefill, SharedPrefixes
 from corral.workers.engine.requests import (
     AbortFinish,
     ActiveRequest,
+    BatchScheduler,
     ChosenExperts,
     DecodeText,
     FinishReason,
@@ -40,8 +41,12 @@ from corral.workers.engine.requests import (
     RequestOutput,
     StopStrings,
 )
-from corral.workers.engine.sampling import SamplingBatch, SamplingParams, TokenUniforms, sample_tokens
-from corral.workers.engine.scheduler import BatchScheduler
+from corral.workers.engine.sampling import (
+    SamplingBatch,
+    SamplingParams,
+    TokenUniforms,
+    sample_tokens,
+)
 from corral.workers.episodes.stream_events import NOT_FINITE
 
 

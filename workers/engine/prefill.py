@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from corral.scheduling.memory.server import PROMPT_TOKENS
+from corral.scheduling.memory.gpu import PROMPT_TOKENS
 from corral.workers.engine.attention import ContextAttention, KVCache, Reach
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import ActiveRequest

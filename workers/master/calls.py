@@ -32,9 +32,9 @@ from dataclasses import dataclass, field
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import DataflowGraph
 from corral.scheduling.keys import BUILT_IN_KEYS, DeclaredKeys, find_declared, merge_keys
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, OffloadHook
 from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_flops
+from corral.scheduling.parallel import Mesh
 from corral.scheduling.policy_version import Lineage
 from corral.scheduling.redistribution import Demand, Parcel, partition_near_owners, plan_redistribution
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer, buffered, note_held

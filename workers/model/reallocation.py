@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from corral.scheduling.dataflow import DataflowGraph
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelName
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.mesh_engine import MeshEngine
 from corral.workers.backends.parallel_context import ParallelContext
 

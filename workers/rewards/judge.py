@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 from pydantic import Field, PrivateAttr, model_validator
 
+from corral.experiments.config.condition import FindingPattern, last_found
 from corral.experiments.config.endpoint import TRIAL, EndpointConfig
-from corral.experiments.config.patterns import FindingPattern, last_found
 from corral.workers.rewards.contract import Problem, StopTrialError
 from corral.workers.rewards.endpoint import SHOWN, EndpointDownError, ask, without_key
 

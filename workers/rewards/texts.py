@@ -11,7 +11,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from corral.experiments.config.base import FrozenConfig
-from corral.experiments.config.patterns import Pattern
+from corral.experiments.config.condition import Pattern
 from corral.workers.rewards.contract import Problem
 
 

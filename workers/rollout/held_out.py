@@ -10,8 +10,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
+from corral.experiments.config.condition import last_found
 from corral.experiments.config.data import EvaluationConfig
-from corral.experiments.config.patterns import last_found
 from corral.experiments.datasets.row_parser import DatasetRow, RowError
 from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.data.held_out import sums_of

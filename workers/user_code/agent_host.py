@@ -49,8 +49,7 @@ from corral.workers.agents.contract import (
     Words,
 )
 from corral.workers.agents.http_model import HttpModel, open_http
-from corral.workers.agents.language import ModelLanguage
-from corral.workers.agents.session import Session
+from corral.workers.agents.session import ModelLanguage, Session
 from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.agent_run import AgentRun, blocking_interrupted
 from corral.workers.user_code.blame import LONGEST_CAUSE, describe_error, printable, users_traceback

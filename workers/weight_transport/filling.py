@@ -5,7 +5,7 @@
                     other hosts, one after the other ───────► pieces ─┼─ hashed on the way ──► the manifest's digest?
                     the shared file system ─────────────────► pieces ─┘                             no, damaged, gone:
                                                                                                     the next one
-What is asked is where the bytes are (a place), and how few of them it takes (an encoding: `deltas.py`, `by_adapter`).
+What is asked is where the bytes are (a place), and how few of them it takes (an encoding: `by_deltas`, `by_adapter`).
 None need know which version follows which: what comes out is compared with what was published, so that nothing depends
 on whom it came from but time. What the shared file system has is the version itself: if that differs, it is torn.
 

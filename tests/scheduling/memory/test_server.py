@@ -1,8 +1,7 @@
 """A generation server's memory, by hand for a model whose numbers fit on a line."""
 
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, num_parameters
-from corral.scheduling.memory.gpu import Parts
-from corral.scheduling.memory.server import ANSWER, PROMPT_TOKENS, server_on_gpu
+from corral.scheduling.memory.gpu import ANSWER, PROMPT_TOKENS, Parts, server_on_gpu
 
 SIZES = DecoderSizes(
     num_layers=2,

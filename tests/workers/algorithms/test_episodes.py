@@ -16,9 +16,8 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.inputs.users_code import CallQuestion
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.algorithms.advantage import AdvantageBatch, advantage_named
-from corral.workers.algorithms.base import compute_logprobs, response_mask
+from corral.workers.algorithms.base import compute_logprobs, deal_mini_batches, response_mask
 from corral.workers.algorithms.call_trial import try_call
-from corral.workers.algorithms.mini_batches import deal_mini_batches
 from corral.workers.algorithms.ppo_actor import PPOActorInterface, batch_stats
 from corral.workers.algorithms.ppo_batch import advantage_batch, measure_batch, prepare_actor_sample
 from corral.workers.backends.parallel_context import ParallelContext

@@ -14,8 +14,7 @@ from corral.experiments.worker_specs import BehaviourSpec
 from corral.scheduling.model_function_call import CallType
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.advantage import advantage_named
-from corral.workers.algorithms.base import compute_logprobs, response_mask
-from corral.workers.algorithms.mini_batches import deal_mini_batches
+from corral.workers.algorithms.base import compute_logprobs, deal_mini_batches, response_mask
 from corral.workers.algorithms.ppo_actor import PPOActorInterface, batch_stats
 from corral.workers.algorithms.ppo_batch import prepare_actor_sample, shape_rewards
 from corral.workers.backends.fsdp.engine import FSDPEngine

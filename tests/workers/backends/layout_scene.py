@@ -20,9 +20,8 @@ from corral.experiments.config.algorithm import DPOConfig, PPOConfig
 from corral.experiments.config.model import LoraConfig, Recompute
 from corral.experiments.config.presets import PRESETS, fill_in
 from corral.scheduling.keys import teacher_keys, teacher_prompt_key
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.pair_losses import PAIR_LOSSES
 from corral.workers.algorithms.ppo_actor import PPOActorInterface

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from corral.experiments.config.model import LoraConfig
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.losses import sft_loss
 from corral.workers.backends.base import LossOutput, TokenScores

@@ -35,9 +35,8 @@ from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output
 from corral.scheduling.memory.gpu import Parts
 from corral.scheduling.memory.layers import HEAD_CHUNK_BYTES, Layers, Recompute
 from corral.scheduling.memory.model import Adapters, CallSizes, RoleModel
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends import chunked_head
 from corral.workers.backends.base import LossOutput, TokenScores
 from corral.workers.backends.fsdp.engine import FSDPEngine

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts

@@ -9,8 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.config.model import LoraConfig
-from corral.scheduling.mesh import Mesh
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from tests.workers.backends.gang_helpers import play

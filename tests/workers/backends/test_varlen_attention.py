@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from corral.experiments.config.model import Recompute
-from corral.workers.backends import varlen_attention
-from corral.workers.backends.packed_attention import attend_by_runs
+from corral.workers.backends import packed_attention
+from corral.workers.backends.packed_attention import AttentionSetting, attend_by_runs, takes_one_call, why_not_one_call
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.backends.varlen_attention import AttentionSetting, takes_one_call, why_not_one_call
 from tests.workers.backends.attention_reference import (
     attend,
     make_row,
@@ -67,7 +66,7 @@ def test_what_the_kernel_cannot_take_goes_by_runs_for_a_reason(change: dict[str,
 
 def test_the_choice_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     takes_one_call.cache_clear()
-    with caplog.at_level(logging.INFO, logger=varlen_attention.__name__):
+    with caplog.at_level(logging.INFO, logger=packed_attention.__name__):
         for _ in range(2):
             assert takes_one_call(GOOD)
             assert not takes_one_call(GOOD._replace(dtype=torch.float32))
@@ -168,7 +167,7 @@ def _heads_first(tensor: Tensor) -> Tensor:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel]:
     """This CPU as a GPU with Flash Attention."""
-    monkeypatch.setattr(varlen_attention, "_capability", lambda _: H100)
+    monkeypatch.setattr(packed_attention, "_capability", lambda _: H100)
     stand_in = Kernel()
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", stand_in.attend, "CPU")
@@ -234,6 +233,6 @@ def test_a_model_trains_by_one_call_per_layer_and_row(
     num_layers, num_rows = 2, kernel.num_backward // 2
     assert len(kernel.forward_bounds) == calls * num_layers * num_rows and num_rows >= 1
     assert kernel.forward_bounds[::num_layers] == kernel.forward_bounds[1::num_layers]  # made once for all layers
-    monkeypatch.setattr(varlen_attention, "_capability", lambda _: None)
+    monkeypatch.setattr(packed_attention, "_capability", lambda _: None)
     [by_runs] = train(make_engine(model, ParallelContext(), variant), range(1))
     assert stats == pytest.approx(by_runs, rel=0.02, abs=1e-3)

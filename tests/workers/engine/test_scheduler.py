@@ -6,9 +6,8 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.engine.requests import ActiveRequest, GenerationRequest
+from corral.workers.engine.requests import ActiveRequest, BatchScheduler, GenerationRequest
 from corral.workers.engine.sampling import SamplingParams, TokenUniforms
-from corral.workers.engine.scheduler import BatchScheduler
 
 
 def request(name: int, *, reserved: int) -> ActiveRequest:

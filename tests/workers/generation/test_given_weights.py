@@ -21,9 +21,8 @@ from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest,
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation import control
 from corral.workers.generation.server_client import ServerError
-from corral.workers.weight_transport.deltas import by_deltas
 from corral.workers.weight_transport.filling import Arrived, Filling, Held, Patience, whole
-from corral.workers.weight_transport.staging import PeerFiles, Peers
+from corral.workers.weight_transport.staging import PeerFiles, Peers, by_deltas
 from tests.strangers import asking, check_only_the_silent_are_closed
 from tests.workers.backends.trained_versions import publish, random_weights, stepped
 from tests.workers.checkpoint.sealing import describe

@@ -11,9 +11,8 @@ import pytest
 from corral.experiments.config.control import TrainControl
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import build_dataflow
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.scheduling.policy_version import Lineage
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer

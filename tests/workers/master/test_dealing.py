@@ -8,9 +8,8 @@ import msgspec
 from corral.experiments.config.control import TrainControl
 from corral.experiments.worker_specs import MasterWorkerSpec
 from corral.scheduling.dataflow import build_dataflow
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.model_function_call import ModelFunctionCall
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.master.calls import Dealer
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer, note_held
 

@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts

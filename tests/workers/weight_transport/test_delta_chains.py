@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.workers.checkpoint.durable_file import FileEntry
-from corral.workers.weight_transport.deltas import Delta, cheapest_chain
+from corral.workers.weight_transport.staging import Delta, cheapest_chain
 
 SIZE = 100
 

@@ -18,9 +18,8 @@ from corral.workers.checkpoint.manifest import (
     write_manifest,
 )
 from corral.workers.weight_transport import filling
-from corral.workers.weight_transport.deltas import by_deltas
 from corral.workers.weight_transport.filling import StagedVersion, StagingError
-from corral.workers.weight_transport.staging import WeightStaging
+from corral.workers.weight_transport.staging import WeightStaging, by_deltas
 from tests.workers.backends.trained_versions import publish, random_weights, stepped
 from tests.workers.checkpoint.sealing import describe
 from tests.workers.weight_transport.versions import LONG_S, content_of, flip_a_byte, joined, patience

@@ -20,7 +20,7 @@ from corral.experiments.config.model import LoraConfig
 from corral.scheduling.keys import KeyLayout
 from corral.workers.backends import train_state
 from corral.workers.backends.context_parallel import cut_row
-from corral.workers.backends.files.parts import Part
+from corral.workers.backends.files.tensors import Part
 from corral.workers.backends.files.weights import as_stored
 from corral.workers.backends.fsdp.loading import load_over_ranks
 from corral.workers.backends.fsdp.optimizers import kinds_kept, make_optimizer

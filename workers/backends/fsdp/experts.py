@@ -28,8 +28,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from corral.workers.backends.files.parts import common
-from corral.workers.backends.files.tensors import stored_slices
+from corral.workers.backends.files.tensors import common, stored_slices
 from corral.workers.backends.grouped_product import grouped_product
 from corral.workers.backends.low_precision import products_type
 from corral.workers.backends.sharding import local, start_of

@@ -34,7 +34,6 @@ from transformers import AutoConfig
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.chunked_head import install_chunked_head
-from corral.workers.backends.files.adapters import read_adapter
 from corral.workers.backends.fsdp.experts import (
     GROUPED_EXPERTS,
     StoredExperts,
@@ -43,7 +42,7 @@ from corral.workers.backends.fsdp.experts import (
 )
 from corral.workers.backends.fsdp.tensor_parallel import cut_layers
 from corral.workers.backends.heads import Head
-from corral.workers.backends.lora import add_adapters, frozen_products, trained
+from corral.workers.backends.lora import add_adapters, frozen_products, read_adapter, trained
 from corral.workers.backends.low_precision import cast_per_use
 from corral.workers.backends.packed_attention import PACKED_ATTENTION, register_packed_attention, share_attention
 from corral.workers.backends.parallel_context import ParallelContext

@@ -28,8 +28,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from torch import Tensor, nn
 
 from corral.experiments.config.model import LoraConfig
-from corral.workers.backends.files.adapters import read_adapter
-from corral.workers.backends.lora import draw_A, drop_columns
+from corral.workers.backends.lora import draw_A, drop_columns, read_adapter
 from corral.workers.backends.megatron.bridge import Bridge
 from corral.workers.backends.megatron.weights import StageWeights
 from corral.workers.checkpoint.low_rank import LowRank

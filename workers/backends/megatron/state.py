@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from corral.workers.backends.files.parts import Part
+from corral.workers.backends.files.tensors import Part
 from corral.workers.backends.megatron.bridge import Bridge, cut_dimension, is_cut
 from corral.workers.backends.megatron.experts import place_in_module, stack_experts
 from corral.workers.backends.megatron.optimizer import StageOptimizer

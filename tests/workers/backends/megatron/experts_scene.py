@@ -21,8 +21,7 @@ from transformers.utils import logging as transformers_logging
 from corral.experiments.config.model import Recompute
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.scheduling.keys import routed_experts_key
-from corral.scheduling.mesh import Mesh
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.megatron.engine import MegatronEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample

@@ -29,9 +29,8 @@ from transformers import (
 from corral.experiments.config.model import LoraConfig
 from corral.experiments.inputs.decoder_config import decoder_sizes
 from corral.scheduling.memory.layers import Layers
-from corral.scheduling.mesh import Mesh
 from corral.scheduling.packing import MicroBatchSpec
-from corral.scheduling.parallel import ParallelDims
+from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.megatron.engine import MegatronEngine
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
