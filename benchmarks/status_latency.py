@@ -24,10 +24,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from corral.experiments.trial.attempts import record_attempt  # noqa: E402
+from corral.experiments.trial.attempts import AttemptEnd, EndState, record_attempt, write_end  # noqa: E402
 from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
 from corral.experiments.trial.journal import Journal  # noqa: E402
 from corral.experiments.trial.log import TrialLog  # noqa: E402
+from corral.launcher.trial.ends import TASK_ENDED  # noqa: E402
 from tests.launcher.trials import StubTrial, make_plan  # noqa: E402
 from tests.slurm.cluster import running_cluster  # noqa: E402
 from tests.slurm.trials import SMALL, SlurmTrial  # noqa: E402
@@ -80,8 +81,8 @@ def _make_finished(root: Path, name: str) -> None:
         "".join(json.dumps({"step": step, "ppo/reward/mean": 0.5, "loss": 0.1}) + "\n" for step in range(NUM_STEPS))
     )
     for worker in plan.workers:
-        journal.append("worker_exited", attempt=0, worker=f"{worker.kind}/{worker.index}", pid=1, returncode=0)
-    journal.append("trial_ended", attempt=0, state="COMPLETE", cause="")
+        journal.append(TASK_ENDED, attempt=0, who=f"{worker.kind}/{worker.index}", pid=1, code=0, why="exit 0")
+    write_end(directory, AttemptEnd(attempt=0, state=EndState.COMPLETE, cause="", then=""))
 
 
 def _write_log(directory: TrialDirectory) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 W = TypeVar("W")
 
-SCHEMA_VERSION: Final = 11
+SCHEMA_VERSION: Final = 12
 """Rises whenever a plan, or the checkpoints that a trial of it keeps, mean something else than before."""
 
 
@@ -58,7 +58,7 @@ class TrialIdentity(FrozenConfig):
 class RunPlan(FrozenConfig):
     """Everything that a trial's processes need to know."""
 
-    schema_version: Literal[11] = SCHEMA_VERSION
+    schema_version: Literal[12] = SCHEMA_VERSION
     trial: TrialIdentity
     mode: Mode
     """Where the workers run."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from corral.experiments.exit_codes import CommandExit, UserError
-from corral.experiments.trial.attempt_end_record import read_end
+from corral.experiments.trial.attempts import read_end
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import DoneError

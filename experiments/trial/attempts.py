@@ -1,8 +1,12 @@
-"""Attempts: each start of a trial leaves one record in control/, and belongs to the one job that claimed it.
+"""Attempts: each start of a trial leaves one record in control/, belongs to the one job that claimed it, and ends once.
 
 control/attempt-0.json  {"attempt": 0, "resume": false, "mode": "slurm", "start_slot": 1, ...}     never changes
 control/claim-0.json    {"job_id": "4711", "restart_count": 0, "nodes": ["n1", "n2"]}              never changes
-control/end-0.json      {"attempt": 0, "state": "TIMED_OUT", "cause": "...", ...}        see attempt_end_record.py
+control/end-0.json      {"attempt": 0, "state": "TIMED_OUT", "cause": "...", "then": "successor", ...}
+
+The end is the only record of how an attempt ended: the supervisor or the keeper that decides writes it, and a later
+word replaces an earlier one. Next attempts, rl-status, rl-logs, rl-stop and the page read it. It is a file of its own
+because the journal is appended to from several nodes, and an append over NFS may lose a line.
 
     rl-submit --record_attempt--> attempt 0, unclaimed --begin_attempt of job 4711--> claimed
     job 4711 starts again (requeued), or its successor does --begin_attempt--> attempt 1, made and claimed by itself,
@@ -11,27 +15,80 @@ control/end-0.json      {"attempt": 0, "state": "TIMED_OUT", "cause": "...", ...
 A record that a crash or a full disk has cut keeps its number: nobody runs that attempt again, and the next one goes on.
 """
 
+import contextlib
 import re
 import time
 from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from corral.experiments.trial.attempt_end_record import EndState, read_end
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, list_names, read_record, write_if_absent
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState
 
 _FILE_NAME = re.compile(r"(?:attempt|claim)-(\d+)\.json")
+_END_NAME = re.compile(r"end-(\d+)\.json")
 _RECORD_NAME = re.compile(r"attempt-(\d+)\.json")
 _WAY_OUT = "this attempt cannot go on; rl-stop what still runs of it, then rl-submit --resume starts the next one"
 
 
 _MOST_OF_ITS_OWN = 2
 _MOST_AT_ALL = 10  # in a row, whoever ended them: each has waited in the queue, so a human has had the time to look
+
+
+class EndState(StrEnum):
+    """How an attempt ends, as rl-status says it."""
+
+    COMPLETE = "COMPLETE"
+    STOPPED = "STOPPED"
+    FAILED = "FAILED"
+    OOM = "OOM"
+    """It failed because a worker needed more memory than its group asks for."""
+    CANCELLED = "CANCELLED"
+    TIMED_OUT = "TIMED_OUT"
+    PREEMPTED = "PREEMPTED"
+    NODE_FAILED = "NODE_FAILED"
+    REQUEUED = "REQUEUED"
+    LOST = "LOST"
+    """Its supervisor recorded no end, and no failed node explains that."""
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a next attempt may follow without a human; if nothing is known, SLURM's requeue says so."""
+        return self in (*ENDED_BY_CLUSTER, EndState.TIMED_OUT)
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether a worker, Redis or the supervisor has ended it."""
+        return self in (EndState.FAILED, EndState.OOM)
+
+
 ENDED_BY_CLUSTER = (EndState.PREEMPTED, EndState.NODE_FAILED, EndState.REQUEUED, EndState.UNKNOWN)
+Follows = Literal["", "requeue", "successor"]
+"""What goes on after an attempt: SLURM starts its job again, another job does, or, with "", nothing without a human."""
+
+
+class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of one attempt."""
+
+    attempt: int
+    state: EndState
+    cause: str
+    """For people."""
+    then: Follows
+    caused_by: str = ""
+    """Which task failed, if the attempt failed: a worker as kind/index, redis, or supervisor."""
+    ended_at: float = msgspec.field(default_factory=time.time)
+    """Unix time."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it is the end of the trial, too."""
+        return not self.then
 
 
 class WhyNot(StrEnum):
@@ -202,6 +259,24 @@ def read_claim(directory: TrialDirectory, attempt: int) -> AttemptClaim | None:
         return read_record(_claim_path(directory, attempt), AttemptClaim, way_out="")
     except ValueError:
         return AttemptClaim(job_id="", restart_count=0)
+
+
+def write_end(directory: TrialDirectory, end: AttemptEnd) -> None:
+    """Records how an attempt ended; a later word replaces an earlier one."""
+    atomic_write(directory.control_path / f"end-{end.attempt}.json", msgspec.json.encode(end))
+
+
+def read_end(directory: TrialDirectory, attempt: int) -> AttemptEnd | None:
+    """How an attempt ended; None if it goes on, or nobody could say so, or what was said cannot be read."""
+    with contextlib.suppress(ValueError):
+        return read_record(directory.control_path / f"end-{attempt}.json", AttemptEnd, way_out="")
+    return None
+
+
+def read_ends(directory: TrialDirectory) -> dict[int, AttemptEnd]:
+    """How attempts ended so far, by their numbers."""
+    ends = {number: read_end(directory, number) for number in _numbers(directory, _END_NAME)}
+    return {number: end for number, end in ends.items() if end is not None}
 
 
 def read_attempts(directory: TrialDirectory) -> list[AttemptRecord]:

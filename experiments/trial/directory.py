@@ -5,7 +5,7 @@
         events.jsonl metrics.jsonl trajectories.jsonl     appended to
         secrets/ (0700)   log/ (the trial log)            see secrets.py and log.py
         logs/attempt-N/{kind}-{index}.log  logs/latest    what workers print
-        exits/ checkpoints/ weights/ exports/ ledger/ spool/ page.html
+        checkpoints/ weights/ exports/ ledger/ spool/ page.html
         control/                                          requests from the command line to a running trial
 
 Launcher and workers meet here: `rl-stop` writes `control/stop.json`, and the master worker reads it.
@@ -30,7 +30,7 @@ T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _TRIAL_NUMBER = re.compile(r"trial-(\d+)", re.ASCII)
 _MAX_WORD_CHARS = 1000
-_FOLDERS = ("logs", "exits", "log", "checkpoints", "weights", "ledger", "spool", "control")
+_FOLDERS = ("logs", "log", "checkpoints", "weights", "ledger", "spool", "control")
 
 
 class TrialExistsError(FileExistsError):
@@ -99,7 +99,6 @@ class TrialDirectory:
     """Finished turns of episodes that are under way, where agents can be played again."""
     secrets_path = _Below("secrets")
     logs_path = _Below("logs")
-    exits_path = _Below("exits")
     log_path = _Below("log")
     """The trial log: claims and commits, not text."""
     checkpoints_path = _Below("checkpoints")
@@ -225,6 +224,14 @@ class TrialDirectory:
     def keep_group_down(self, kind: str, *, undo: bool = False) -> None:
         """Asks the supervisor to keep the workers of a kind down, or up again. A file each: nobody undoes another's."""
         mark(self.kept_down_path, kind, undo=undo)
+
+    def note_failed_node(self, node: str) -> None:
+        """Notes a node that has failed under the trial: later attempts avoid it. The file is empty; its name counts."""
+        mark(self.failed_nodes_path, node)
+
+    def failed_nodes(self) -> list[str]:
+        """Nodes that have failed under the trial so far."""
+        return list_names(self.failed_nodes_path)
 
     def read_groups_kept_down(self) -> frozenset[str]:
         """Kinds of worker that `rl-stop --group` keeps down."""
@@ -361,12 +368,14 @@ def list_names(folder: Path) -> list[str]:
         return []
 
 
-def read_tail(path: Path, num_bytes: int) -> bytes:
-    """The last bytes of a file, or all of it; none if there is no file."""
+def read_tail(path: Path, num_bytes: int, *, end: int | None = None) -> bytes:
+    """The last bytes of a file, or of its first `end` bytes, or all of it; none if there is no file."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - num_bytes))
-            return file.read(num_bytes)
+            size = file.seek(0, os.SEEK_END)
+            end = size if end is None else min(end, size)
+            start = file.seek(max(0, end - num_bytes))
+            return file.read(end - start)
     except FileNotFoundError:
         return b""
 

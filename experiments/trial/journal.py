@@ -12,16 +12,53 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _RESERVED = ("time", "event")
 _BEGINNING = b'{"time": '
 _MOST_KEPT = 10_000
+
+
+class Refusable(Generic[T]):
+    """A queue of what is to be written, in order: what the file system refuses stays, and is tried before the next.
+
+    Threads may add at once, and flush at once.
+    """
+
+    def __init__(self, write: Callable[[T], None]) -> None:
+        self._write = write
+        self.waiting: deque[T] = deque()
+        self.num_dropped = 0
+        """Refused here, because too many waited."""
+        self.num_written = 0
+        self._flushing = threading.Lock()
+
+    def add(self, one: T) -> bool:
+        """Whether there was room for it."""
+        if len(self.waiting) >= _MOST_KEPT:
+            self.num_dropped += 1
+            return False
+        self.waiting.append(one)
+        return True
+
+    def flush(self) -> str:
+        """Writes what waits; why some of it still does, or ""."""
+        with self._flushing:
+            while self.waiting:
+                try:
+                    self._write(self.waiting[0])
+                except OSError as error:
+                    return str(error)
+                self.waiting.popleft()
+                self.num_written += 1
+        return ""
 
 
 class Journal:
@@ -29,8 +66,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._kept: deque[bytes] = deque(maxlen=_MOST_KEPT)
-        self._telling = threading.Lock()
+        self.lines = Refusable[bytes](self.append_line)
 
     def append(self, event: str, **fields: Any) -> None:
         """Adds one line, see `event_line`.
@@ -43,14 +79,9 @@ class Journal:
 
     def tell(self, event: str, **fields: Any) -> None:
         """As `append`, but a refused event is kept, and written before the next one. Threads may call it at once."""
-        with self._telling:
-            self._kept.append(event_line(event, **fields))
-            try:
-                while self._kept:
-                    self.append_line(self._kept[0])
-                    self._kept.popleft()
-            except OSError as error:
-                logger.warning("not in the journal yet: %s: %s", self._kept[-1].decode(), error)
+        self.lines.add(line := event_line(event, **fields))
+        if refused := self.lines.flush():
+            logger.warning("not in the journal yet: %s: %s", line.decode(), refused)
 
     def append_line(self, line: bytes) -> None:
         """Adds a line that `event_line` has made.

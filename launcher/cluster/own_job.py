@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from corral.experiments.trial.attempt_end_record import EndState
+from corral.experiments.trial.attempts import EndState
 from corral.launcher.layout.layout import RunningAllocations
 
 _CAUSE_BY_STATE = {

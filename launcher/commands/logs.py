@@ -56,6 +56,7 @@ def logs(
     from corral.launcher.logs.lines import end_of_lines
     from corral.launcher.status.reader import polite_reader
     from corral.launcher.trial.find import default_fileroot
+    from corral.launcher.trial.view import TrialView
 
     chosen, files = _line_filter(since, grep), PatientFiles()
     facts = find_in_time(files, trial, fileroot or default_fileroot())
@@ -66,9 +67,10 @@ def logs(
         return
     if errors:
         number = files.run(lambda: attempt_number(directory, attempt), directory.logs_path)
-        (status,) = polite_reader().read([facts])
+        ((status, evidence),), _ = polite_reader().read_with_answer([facts])
         now = status.troubles if number in (None, status.attempt) else ()
-        print(files.run(lambda: describe_failures(directory, attempt=number, troubles=now), directory.path))
+        view = evidence.view if evidence is not None else files.run(lambda: TrialView.open(directory), directory.path)
+        print(files.run(lambda: describe_failures(view, directory, attempt=number, troubles=now), directory.path))
         return
     finder = LogFinder(directory, workers or [], attempt=attempt)
     found = files.run(finder.find, directory.path)

@@ -18,7 +18,7 @@ from corral.experiments.trial.evaluation import EvaluationRequest, EvaluationRes
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.verdict import judge_job, meaning_of, phase_of, state_word
-from corral.launcher.trial.exits import tail_lines
+from corral.launcher.trial.ends import tail_lines
 from corral.launcher.trial.metrics import NONE_IS_CORRECT
 
 logger = logging.getLogger(__name__)

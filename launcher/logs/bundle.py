@@ -2,7 +2,7 @@
 
 plan, configuration, layout ─┐                              ┌─ secrets of the trial, values of environment variables,
 journal, metrics, trial log ─┼─ last bytes of each ──scrub──┤  this user's own keys
-logs, exits, control ────────┤                              └─ rows and answers in what workers print
+logs, control ───────────────┤                              └─ rows and answers in what workers print
 doctor, status, SLURM ───────┘                                        └──► BUNDLE.tar.gz, mode 0600
 
 Guarantee: no secret that the trial or this command knows is in it. Prompts and answers are left out where corral writes
@@ -30,7 +30,7 @@ _MAX_BYTES: Mapping[str, int] = {".log": 1 << 18, ".jsonl": 16 << 20}
 _MAX_OTHER_BYTES = 1 << 20
 _MAX_SAMPLES_BYTES = 64 << 20
 _FILES = ("plan.json", "config.yaml", "layout.json", "trial.sbatch", "events.jsonl", "metrics.jsonl")
-_FOLDERS = ("log", "control", "exits", "logs")
+_FOLDERS = ("log", "control", "logs")
 _SHORTEST_SECRET = 8  # of an environment variable's values: shorter ones are numbers and names that stand in any text
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 # As programs print them: a variable with its value, and what services mark as theirs.
@@ -77,7 +77,7 @@ def _files_of(directory: TrialDirectory, *, with_texts: bool) -> Iterator[tuple[
                 content = read_tail(path, _MAX_BYTES.get(path.suffix, _MAX_OTHER_BYTES))
                 if not with_texts and path.suffix == ".log":
                     content = _JSON_OBJECT.sub(b"{...}", content)
-                elif not with_texts and (path.name == "events.jsonl" or path.parent.name in ("control", "exits")):
+                elif not with_texts and (path.name == "events.jsonl" or path.parent.name == "control"):
                     content = b"\n".join(map(_without_rows, content.split(b"\n")))
                 yield str(path.relative_to(root)), content
     if with_texts:

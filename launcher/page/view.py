@@ -37,7 +37,7 @@ from corral.launcher.status.text import render_trial
 from corral.launcher.status.words import TrialState
 from corral.launcher.timeline.reader import spans_of, steps_of
 from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
-from corral.launcher.trial.exits import exit_text
+from corral.launcher.trial.ends import TASK_ENDED
 from corral.launcher.trial.find import TrialFacts, find_trial, read_facts
 from corral.launcher.trial.metrics import read_metrics
 
@@ -47,7 +47,7 @@ _MOST_EVENTS = 500
 _READ_TIMEOUT_S = 60.0  # a trial of 100,000 steps takes some seconds
 _TEXT_BY_EVENT = {
     "supervisor_started": "attempt {attempt} begins",
-    "worker_exited": "{worker}: {exit}",
+    TASK_ENDED: "{who}: {why}",
     "worker_silent": "{worker} is silent",
     "worker_moved": "{worker} moves to {node}: {cause}",
     "unit_restarting": "{unit} is started again: {cause}",
@@ -59,9 +59,8 @@ _TEXT_BY_EVENT = {
     "stop_requested": "asked to stop by {by}",
     "attempt_refused": "no further attempt: {cause}",
     "attempt_ended": "attempt {attempt} ended {state}: {cause}",
-    "trial_ended": "trial ended {state}",
 }
-_BREAKS = ("worker_exited", "worker_silent", "unit_restarting", "unit_given_up", "node_failed", "fell_back")
+_BREAKS = (TASK_ENDED, "worker_silent", "unit_restarting", "unit_given_up", "node_failed", "fell_back")
 """What interrupts training; so does a notice that is an alarm."""
 
 
@@ -362,15 +361,14 @@ def _events(path: Path) -> dict[str, Any]:
 
 def _told(event: Mapping[str, Any]) -> dict[str, Any] | None:
     name = event["event"]
-    if name not in _TEXT_BY_EVENT or event.get("returncode") == 0:
+    if name not in _TEXT_BY_EVENT or event.get("code") == 0:
         return None
-    exit_ = exit_text(event["returncode"]) if "returncode" in event else ""
-    text = _TEXT_BY_EVENT[name].format_map(defaultdict(str, event, exit=exit_))
+    text = _TEXT_BY_EVENT[name].format_map(defaultdict(str, event))
     return {
         "time": event["time"],
         "text": text.rstrip(": "),
         "is_break": name in _BREAKS or event.get("is_alarm") is True,
-        "is_mark": name not in ("train_notice", "trial_ended") or event.get("is_alarm") is True,
+        "is_mark": name != "train_notice" or event.get("is_alarm") is True,
     }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.runners.guard import END_ALL, guarded
 from corral.launcher.runners.runner import start_process
-from corral.launcher.trial.exits import ExitKind
+from corral.launcher.trial.ends import ExitKind
 from corral.launcher.trial.processes import kill_session
 from corral.scheduling.worker_information import worker_id
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from corral.launcher.trial.exits import ExitKind
+from corral.launcher.trial.ends import ExitKind
 
 
 class NodesNotAvailableError(OSError):

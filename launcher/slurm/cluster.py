@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from corral.experiments.trial.attempt_end_record import EndState
+from corral.experiments.trial.attempts import EndState
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, read_tail
 from corral.launcher.cluster.cluster import AllocationRunner, PlacedTrial
 from corral.launcher.cluster.errors import answer_or

@@ -32,7 +32,7 @@ from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailabl
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError, clean_environment, patiently
 from corral.launcher.slurm.step import StepPlace, srun_command, step_name
 from corral.launcher.slurm.verdict import phase_of
-from corral.launcher.trial.exits import ExitKind
+from corral.launcher.trial.ends import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.scheduling.worker_information import parse_worker_id
 

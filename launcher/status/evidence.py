@@ -8,16 +8,16 @@ jobs whose trial directory is gone --find_strays--> nobody's, but still ours
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.trial.attempts import AttemptEnd, AttemptRecord
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.launcher.cluster.cached_queue import QueueAnswer
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import HEAD, JobIndex, OwnJobs
+from corral.launcher.trial.ends import End
 from corral.launcher.trial.find import TrialFacts
-from corral.launcher.trial.history import Finding, PastAttempt, WorkerLife
+from corral.launcher.trial.view import Finding, PastAttempt, TrialView, WorkerLife
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,9 @@ class Evidence:
     now: float
     attempt: AttemptRecord | None
     lives: Mapping[str, WorkerLife]
-    ended: Mapping[str, Any] | None = None
+    view: TrialView = TrialView(())
+    """The files that say how attempts went."""
+    ended: AttemptEnd | None = None
     """The trial's own record of its end."""
     redis_started: bool
     is_done: bool = False
@@ -67,7 +69,7 @@ class Evidence:
     """The last record of each worker, which outlives its lease."""
     redis_now: float | None = None
     """The moment of the records by the clock of Redis, which is that of their beats."""
-    attempt_ended: Mapping[str, Any] | None = None
+    attempt_ended: AttemptEnd | None = None
     """The last attempt's record of its end, where another one is to follow."""
     has_run: bool = False
     """Whether the job has run before: the cluster, or the supervisor, has put the trial back into the queue."""
@@ -80,8 +82,8 @@ class Evidence:
     """Workers and trackers that the trial goes on without, and why."""
     zombies: tuple[str, ...] = ()
     """What still lives of another attempt."""
-    failure: Mapping[str, Any] | None = None
-    """The exit record of the worker that failed first, of a trial that failed."""
+    failure: End | None = None
+    """The end of the task that ended a trial that failed."""
     history: tuple[PastAttempt, ...] = ()
     findings: tuple[Finding, ...] = ()
     """What train steps have found out."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.worker_record import MASTER
 from corral.launcher.cluster.jobs import JobPhase
@@ -34,9 +35,8 @@ from corral.launcher.status.workers import (
     worker_rows,
 )
 from corral.launcher.terminal import format_duration, format_moment
-from corral.launcher.trial.exits import is_out_of_memory
-from corral.launcher.trial.history import Finding, PastAttempt, WorkerLife
 from corral.launcher.trial.metrics import Pace, headline, last_lines, newest_of, pace_of
+from corral.launcher.trial.view import Finding, PastAttempt, WorkerLife
 from corral.launcher.trial.watchers import findings_of
 
 _FIRST_START_S = 15.0  # between rl-submit's record and the supervisor's lock
@@ -125,7 +125,7 @@ def describe(evidence: Evidence) -> TrialStatus:
     lines = last_lines(facts.directory.metrics_path)
     metrics = newest_of(lines)
     submitted_at = evidence.attempt.submitted_at if evidence.attempt else None
-    end = float(evidence.ended["time"]) if evidence.ended else evidence.now
+    ended_at = evidence.ended.ended_at if evidence.ended else None
     nodes = {life.node for worker in facts.workers if (life := evidence.lives[worker]).node}
     job = evidence.job
     return TrialStatus(
@@ -136,7 +136,7 @@ def describe(evidence: Evidence) -> TrialStatus:
         state=state,
         step=metrics.get("step"),
         total_steps=facts.total_steps,
-        age_s=max(0.0, end - submitted_at) if submitted_at is not None else None,
+        age_s=max(0.0, (ended_at or evidence.now) - submitted_at) if submitted_at is not None else None,
         nodes=len(nodes) or (job.num_nodes if job else None),
         job_id=evidence.job_id,
         attempt=evidence.attempt.attempt if evidence.attempt else None,
@@ -154,7 +154,7 @@ def describe(evidence: Evidence) -> TrialStatus:
         watch=findings_of(lines, trial=facts.name),
         node_list=job.nodes if job else "",
         time_left=job.time_left if job and job.phase is JobPhase.RUNNING else "",
-        ended_at=float(evidence.ended["time"]) if evidence.ended else None,
+        ended_at=ended_at,
     )
 
 
@@ -165,7 +165,7 @@ def judge(evidence: Evidence, rows: Sequence[WorkerRow] | None = None) -> tuple[
         return TrialState.UNKNOWN, f"rl-submit made it and did not start it; rl-submit --resume {name} starts it"
     rows = worker_rows(evidence) if rows is None else rows
     if evidence.ended is not None:
-        return _judge_end(evidence, evidence.ended)
+        return TrialState.of(evidence.ended.state), evidence.ended.cause
     if has_jobs(evidence.facts.mode):
         return _judge_on_cluster(evidence, rows)
     if evidence.is_supervised:
@@ -173,15 +173,6 @@ def judge(evidence: Evidence, rows: Sequence[WorkerRow] | None = None) -> tuple[
     if evidence.now - evidence.attempt.submitted_at < _FIRST_START_S and not evidence.redis_started:
         return TrialState.STARTING, "the supervisor is starting"
     return _judge_without_record(evidence, "its supervisor has ended and recorded no end; see rl-logs --errors")
-
-
-def _judge_end(evidence: Evidence, ended: Mapping[str, Any]) -> tuple[TrialState, str]:
-    state, cause = TrialState.of(ended["state"]), str(ended.get("cause") or "")
-    if state is TrialState.FAILED and evidence.failure is not None and is_out_of_memory(evidence.failure):
-        worker = str(evidence.failure["worker"])
-        setting = f"groups.{worker.partition('/')[0]}.scheduling.mem"
-        return TrialState.OOM, f"{worker} needed more memory than its group asks for; raise {setting}"
-    return state, cause
 
 
 def _judge_on_cluster(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
@@ -226,10 +217,9 @@ def _judge_ended_job(evidence: Evidence, state: TrialState, note: str) -> tuple[
         return TrialState.STOPPED, ""
     job = evidence.job
     if state is TrialState.FAILED and (failed := evidence.failure) is not None:
-        if is_out_of_memory(failed):
-            return _judge_end(evidence, {"state": TrialState.FAILED})
-        where = f" on {failed['node']}" if failed.get("node") else ""
-        note = _join(f"{failed['worker']} exit {failed['returncode']}{where}", note)
+        where = f" on {failed.node}" if failed.node else ""
+        note = _join(f"{failed.who} {failed.why}{where}", note)
+        state = TrialState.OOM if failed.code == WorkerExit.OUT_OF_MEMORY else state
     if state is TrialState.NODE_FAILED:
         failed_nodes = ",".join(node for end in evidence.history for node in end.nodes)
         note = f"{failed_nodes or (job.nodes if job else '') or 'a node'}: {note}"
@@ -242,8 +232,8 @@ def _judge_without_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[T
     if evidence.is_done or evidence.is_stopped:
         return _judge_without_record(evidence, "")
     if attempt_ended is not None:
-        state = TrialState.of(attempt_ended.get("state"))
-        why = f"attempt {attempt_ended.get('attempt')} {_how_attempt_ended(evidence)}, and no job is there to go on"
+        state = TrialState.of(attempt_ended.state)
+        why = f"attempt {attempt_ended.attempt} {_how_attempt_ended(evidence)}, and no job is there to go on"
         return (state if state in FINAL_STATES else TrialState.LOST), f"{why}; continue with rl-submit --resume"
     if evidence.accounted is not None and (state := TrialState.of(evidence.accounted.state)) in FINAL_STATES:
         return state, evidence.accounted.note
@@ -317,8 +307,7 @@ def _how_attempt_ended(evidence: Evidence) -> str:
     ended = evidence.attempt_ended
     if ended is None:
         return "ended without a word"
-    cause = f" ({ended['cause']})" if ended.get("cause") else ""
-    return f"ended {ended.get('state')}{cause}"
+    return f"ended {ended.state}" + (f" ({ended.cause})" if ended.cause else "")
 
 
 def _alarms(evidence: Evidence) -> list[str]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from corral.experiments.trial.attempts import AttemptEnd
+from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.mode import has_jobs
 from corral.launcher.cluster.cached_queue import CachedQueue, QueueAnswer
 from corral.launcher.cluster.jobs import Job
@@ -42,20 +44,24 @@ def explain(evidence: Evidence, status: TrialStatus) -> str:
 def _own_records(evidence: Evidence) -> Iterator[str]:
     directory = evidence.facts.directory
     if (ended := evidence.ended) is not None:
-        yield f"{directory.journal_path}: trial_ended {ended['state']}, {format_moment(ended['time'])}"
+        yield f"{_end_path(ended, directory)}: {ended.state}, {format_moment(ended.ended_at)}"
         if (failed := evidence.failure) is not None:
-            yield f"{directory.exits_path}: {failed['worker']} ended with {failed['returncode']}, the first to fail"
+            yield f"{directory.journal_path}: {failed.who} {failed.why}, which ended the attempt"
         return
     if evidence.attempt is not None:
         yield f"attempt {evidence.attempt.attempt} was submitted {format_moment(evidence.attempt.submitted_at)}"
     if (ended := evidence.attempt_ended) is not None:
-        yield f"{directory.journal_path}: attempt_ended {ended.get('state')} {ended.get('cause') or ''}".rstrip()
+        yield f"{_end_path(ended, directory)}: {ended.state} {ended.cause}".rstrip()
     if evidence.is_done or evidence.is_stopped:
         yield f"{directory.log_path}: the trial log ends with {'Done' if evidence.is_done else 'Stop'}"
     if evidence.stop_request is not None:
         yield f"{directory.stop_request_path}: asked to stop by {evidence.stop_request.by}"
     if evidence.is_supervised is not None:
         yield f"the supervisor's lock is {'held: it runs' if evidence.is_supervised else 'free: it does not run'}"
+
+
+def _end_path(end: AttemptEnd, directory: TrialDirectory) -> Path:
+    return directory.control_path / f"end-{end.attempt}.json"
 
 
 def _cluster(evidence: Evidence) -> Iterator[str]:

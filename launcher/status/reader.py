@@ -7,25 +7,13 @@ Redis, several at a time. A directory that does not answer costs its own row, an
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from corral.experiments.trial.attempt_end_record import read_end
-from corral.experiments.trial.attempts import (
-    AttemptRecord,
-    last_attempt,
-    read_attempts,
-    read_claim,
-    taken_away,
-    why_not_another,
-)
+from corral.experiments.trial.attempts import EndState, read_attempts, taken_away, why_not_another
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
-from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, TrialLogError
 from corral.experiments.trial.mode import has_jobs
@@ -39,17 +27,14 @@ from corral.launcher.files.free_room import why_no_room
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.status.evidence import Evidence, ExtraJob, TrialJobs, find_jobs
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
-from corral.launcher.status.words import TrialState
-from corral.launcher.trial.exits import find_failure, read_exits
 from corral.launcher.trial.find import TrialFacts
-from corral.launcher.trial.history import JournalView
 from corral.launcher.trial.lock import is_locked
+from corral.launcher.trial.view import TrialView
 
 _CLUSTER_TIMEOUT_S = 10.0
 _REDIS_TIMEOUT_S = 1.0
 _READ_TIMEOUT_S = 60.0
 _RECENT_S = 86400.0  # whose end nobody recorded a day ago is not asked after again and again
-_SUBMISSIONS = ("submitted", "successor_submitted", "extra_job_submitted")
 
 TrialRead = tuple[TrialStatus, Evidence | None]
 """What was read of one trial: its status, and what that rests on; None where its directory did not answer."""
@@ -107,7 +92,7 @@ class StatusReader:
         facts, directory, own_job_id, now = opened.facts, opened.facts.directory, opened.job_id, time.time()
         is_in_jobs = has_jobs(facts.mode)
         jobs = _jobs_of(opened, is_over=opened.attempt_ended is not None)
-        is_recent = opened.attempt is not None and now - _last_sign(directory, opened.attempt) < _RECENT_S
+        is_recent = opened.attempt is not None and now - opened.view.last_sign_at < _RECENT_S
         job = jobs.head
         if is_in_jobs and job is None and own_job_id and is_recent and opened.queue.unreachable_since is None:
             job = answer_or(None, self._cluster.job, own_job_id)
@@ -140,7 +125,7 @@ class StatusReader:
             extra_jobs=_read_extra_jobs(directory, jobs) if is_in_jobs else (),
             groups_kept_down=directory.read_groups_kept_down(),
             zombies=_zombies(jobs, seen),
-            failure=_read_failure(opened) if job is not None and job.state == "FAILED" else None,
+            failure=opened.view.failure() if job is not None and job.state == "FAILED" else None,
             damage=(opened.attempt.damage if opened.attempt else "", log_damage, why_no_room(directory.path), moved),
         )
 
@@ -157,30 +142,19 @@ def _known(path: Path, answer: TrialRead | Unanswered) -> TrialRead:
 
 def _open(facts: TrialFacts) -> Evidence:
     """What is known of a trial before the cluster is asked."""
-    directory = facts.directory
-    attempt = last_attempt(directory)
-    view = JournalView(read_journal(directory.journal_path), attempt.attempt if attempt else 0)
-    told, attempt_told = view.last("trial_ended"), view.last("attempt_ended")
-    record = read_end(directory, view.attempt)
-    ended, attempt_ended = told, attempt_told or told  # whoever ended it may not have been able to write it down
-    if attempt is not None and record is not None:
-        # What is in control/ decides; the journal knows when.
-        event = told or attempt_told
-        moment = event["time"] if event is not None else _last_sign(directory, attempt)
-        attempt_ended = {**msgspec.structs.asdict(record), "time": moment}
-        ended = attempt_ended if record.is_final else None
-    submissions = [float(event["time"]) for event in view.events if event["event"] in _SUBMISSIONS]
+    view = TrialView.open(facts.directory)
     return Evidence(
         facts=facts,
         now=time.time(),
-        attempt=attempt,
-        submitted_at=max([*submissions[-1:], attempt.submitted_at if attempt else 0.0]),
+        view=view,
+        attempt=view.record,
+        submitted_at=view.submitted_at,
         lives=view.lives(facts.tasks),
         redis_started=view.last("redis_started") is not None,
         has_run=view.last("supervisor_started") is not None,
-        job_id=_job_id(directory, view),
-        ended=ended,
-        attempt_ended=attempt_ended,
+        job_id=view.job_id,
+        ended=view.end if view.end is not None and view.end.is_final else None,
+        attempt_ended=view.end,
         given_up=view.given_up(facts.tasks),
         history=view.history(),
         findings=view.findings(),
@@ -192,7 +166,7 @@ def _may_have_jobs(opened: Evidence) -> bool:
     if not has_jobs(opened.facts.mode):
         return False
     ended = opened.ended
-    return ended is None or (ended["state"] != TrialState.COMPLETE and time.time() - float(ended["time"]) < _RECENT_S)
+    return ended is None or (ended.state is not EndState.COMPLETE and time.time() - ended.ended_at < _RECENT_S)
 
 
 def _jobs_of(opened: Evidence, *, is_over: bool) -> TrialJobs:
@@ -210,12 +184,12 @@ def _gather_ended(opened: Evidence) -> Evidence | None:
         if why_not_another(attempts, _read_log(opened)[0], taken_away(directory, attempts)) is None:
             return None
     zombies = (*jobs.zombies, *waiting)
-    has_failed = opened.ended is not None and opened.ended["state"] == TrialState.FAILED
+    has_failed = opened.ended is not None and opened.ended.state.is_failure
     return replace(
         opened,
         damage=(why_no_room(directory.path),) if has_failed else (),
         zombies=tuple(f"job {job.job_id} is still {job.word}; scancel {job.job_id}" for job in zombies),
-        failure=_read_failure(opened) if has_failed else None,
+        failure=opened.view.failure() if has_failed else None,
     )
 
 
@@ -234,25 +208,6 @@ def _with_records(opened: Evidence) -> Evidence:
             return replace(opened, last_seen=last_seen, records=records, redis_now=names.clock())
     except (NameServiceError, OSError, ValueError):
         return opened
-
-
-def _job_id(directory: TrialDirectory, view: JournalView) -> str:
-    """The job that runs the last attempt, or is to run it."""
-    try:
-        claim = read_claim(directory, view.attempt)
-    except ValueError:
-        claim = None
-    if claim is not None and claim.job_id.isdecimal():
-        return claim.job_id
-    submitted = view.last("submitted")
-    return str(submitted.get("job_id", "")) if submitted else ""
-
-
-def _last_sign(directory: TrialDirectory, attempt: AttemptRecord) -> float:
-    try:
-        return max(directory.journal_path.stat().st_mtime, attempt.submitted_at)
-    except FileNotFoundError:
-        return attempt.submitted_at
 
 
 def _stop_request(directory: TrialDirectory) -> StopRequest | None:
@@ -292,12 +247,6 @@ def _zombies(jobs: TrialJobs, seen: Evidence) -> tuple[str, ...]:
         if record.attempt != seen.attempt_number:
             notes.append(f"{worker} of attempt {record.attempt} still speaks, from {record.node or 'somewhere'}")
     return tuple(notes)
-
-
-def _read_failure(opened: Evidence) -> Mapping[str, Any] | None:
-    """The exit that ended the attempt."""
-    failed = str((opened.ended or {}).get("failed") or "")
-    return find_failure(read_exits(opened.facts.directory), attempt=opened.attempt_number, failed=failed)
 
 
 def _read_log(opened: Evidence) -> tuple[LogState, str]:

@@ -16,8 +16,8 @@ from corral.launcher.status.waits import describe_wait, render_chain
 from corral.launcher.status.words import FINAL_STATES, TrialState, WorkerState
 from corral.launcher.status.workers import GroupRow, WorkerRow
 from corral.launcher.terminal import first_few, format_duration, printable
-from corral.launcher.trial.history import Finding, PastAttempt
 from corral.launcher.trial.metrics import GAP, is_number
+from corral.launcher.trial.view import Finding, PastAttempt
 
 _COLOUR_BY_STATE: dict[str, str] = {
     **dict.fromkeys((TrialState.RUNNING, TrialState.COMPLETE, WorkerState.UP), "green"),

@@ -10,8 +10,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from corral.experiments.trial.attempt_end_record import read_end
-from corral.experiments.trial.attempts import last_attempt
+from corral.experiments.trial.attempts import last_attempt, read_end
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.trial.find import PlanDamagedError, TrialFacts, load_facts

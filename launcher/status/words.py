@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from corral.experiments.trial.attempt_end_record import EndState
+from corral.experiments.trial.attempts import EndState
 
 
 class TrialState(StrEnum):
@@ -39,7 +39,7 @@ NOT_STARTED = (TrialState.QUEUED, TrialState.BLOCKED, TrialState.HELD, TrialStat
 """SLURM has not started it, or has put it back."""
 _ENDS_OF_ATTEMPTS = frozenset(TrialState.of(state) for state in EndState)
 _GOES_ON = {TrialState.REQUEUED, TrialState.UNKNOWN}
-FINAL_STATES = _ENDS_OF_ATTEMPTS - _GOES_ON | {TrialState.OOM, TrialState.LOST}
+FINAL_STATES = _ENDS_OF_ATTEMPTS - _GOES_ON
 """Nothing of it runs any more."""
 IN_TROUBLE = FINAL_STATES - {TrialState.COMPLETE, TrialState.STOPPED} | {TrialState.DEGRADED, TrialState.UNRESPONSIVE}
 """Somebody should look."""

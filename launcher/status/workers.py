@@ -13,7 +13,7 @@ from corral.experiments.trial.worker_record import MASTER, WeightUpdate, WorkerR
 from corral.launcher.status.evidence import Evidence, ExtraJob
 from corral.launcher.status.words import TROUBLED, WorkerState
 from corral.launcher.terminal import first_few, format_duration
-from corral.launcher.trial.history import WorkerLife
+from corral.launcher.trial.view import WorkerLife
 from corral.scheduling.policy_version import PolicyVersion
 
 _MASTER_START_S = 60.0

@@ -21,8 +21,7 @@ from corral.experiments.inputs.users_process import importing_from
 from corral.experiments.loading.profile import find_profiles
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_with_source
-from corral.experiments.trial.attempt_end_record import read_end
-from corral.experiments.trial.attempts import last_attempt
+from corral.experiments.trial.attempts import last_attempt, read_end
 from corral.experiments.trial.directory import TrialDirectory, next_trial_name
 from corral.experiments.trial.log import TrialLog, read_whole_log
 from corral.experiments.trial.log_state import CorruptLogError

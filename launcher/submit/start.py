@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from corral.experiments.own_python import own_python
-from corral.experiments.trial.attempt_end_record import read_end
-from corral.experiments.trial.attempts import last_attempt, record_attempt
+from corral.experiments.trial.attempts import last_attempt, read_end, record_attempt
 from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write, read_tail
 from corral.experiments.trial.journal import Journal, read_journal
 from corral.experiments.trial.secrets import TrialSecrets
@@ -34,6 +33,7 @@ from corral.launcher.layout.layout import Layout
 from corral.launcher.runners.runner import start_process
 from corral.launcher.slurm.client import clean_environment
 from corral.launcher.submit.prepare import NameTakenError, Submission, SubmissionError, refuse_living
+from corral.launcher.trial.ends import ends_of
 from corral.launcher.trial.lock import SubmissionRunsError, is_locked, submitting
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,6 @@ SUPERVISOR_COMMAND = tuple(own_python("-m", "corral.launcher.supervisor"))
 _SUPERVISOR_START_TIMEOUT_S = 600.0  # a process that lives is believed to be starting: a loaded machine takes its time
 _START_LOOK_PAUSE_S = 0.1
 _SUPERVISOR_END_TIMEOUT_S = 30.0
-_FIRST_WORDS = ("supervisor_started", "supervisor_died")
 
 
 def create(submission: Submission) -> None:
@@ -183,22 +182,25 @@ def _wait_until_it_supervises(
     directory: TrialDirectory, supervisor: subprocess.Popen[bytes], log_path: Path, *, began_at: float
 ) -> None:
     """Until the first supervisor has recorded its start, however long that takes: what counts is whether it lives."""
-    news: set[str] = set()
+    has_started = has_ended = False
 
     def is_known() -> bool:
+        nonlocal has_started, has_ended
         has_ended = supervisor.poll() is not None  # before the look: its last words count
         try:
-            news.update(event["event"] for event in read_journal(directory.journal_path) if event["time"] >= began_at)
+            news = [event for event in read_journal(directory.journal_path) if event["time"] >= began_at]
         except OSError:  # what it has to say cannot be read: that it has the trial is the best sign that there is
-            news.update(_FIRST_WORDS[:1] if is_locked(directory) else ())
-        return has_ended or not news.isdisjoint(_FIRST_WORDS)
+            has_started = is_locked(directory)
+        else:
+            has_started = any(event["event"] == "supervisor_started" for event in news)
+            has_ended |= any(end.who == "supervisor" for end in ends_of(news))
+        return has_started or has_ended
 
     wait_until(is_known, timeout_s=_SUPERVISOR_START_TIMEOUT_S, pause_s=_START_LOOK_PAUSE_S)
-    if "supervisor_started" in news:
+    if has_started:
         return
     said = read_tail(log_path, 2000).decode(errors="replace") or "it said nothing"
-    is_dead = supervisor.poll() is not None or "supervisor_died" in news
-    why = "ended at once" if is_dead else f"did not start within {_SUPERVISOR_START_TIMEOUT_S:.0f} s"
+    why = "ended at once" if has_ended else f"did not start within {_SUPERVISOR_START_TIMEOUT_S:.0f} s"
     raise SubmissionError(f"the supervisor {why}: {said}")
 
 

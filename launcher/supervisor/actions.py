@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from corral.experiments.trial.attempt_end_record import EndState
+from corral.experiments.trial.attempts import EndState
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from functools import partial
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_end_record import failed_nodes
 from corral.experiments.trial.attempts import read_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import CorruptLogError
@@ -94,7 +93,7 @@ def make_supervisor(
         attempt=attempt,
         own=own.allocations,
         record=recorder.event,
-        exclude_nodes=failed_nodes(directory) if plan.launch.exclude_failed_nodes else (),
+        exclude_nodes=directory.failed_nodes() if plan.launch.exclude_failed_nodes else (),
     )
     runner = cluster.make_runner(trial, allocations=extra_jobs.allocations, why_away=extra_jobs.why_away)
     runner.wait_for_cluster(own.host)

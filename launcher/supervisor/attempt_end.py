@@ -9,32 +9,34 @@
      +-----------------------------------------------+-------+---> FINAL --nothing runs any more---------+
 
 FINAL is somebody's word that the trial ends here: nothing that comes later takes it back, and of several the first one
-gives state and cause. attempt_ended is recorded for every attempt, once; trial_ended only when nothing follows. While
-our job is being ended both are recorded as soon as they are known: we may be killed before the workers have ended.
+gives state and cause. The end is recorded once, and again only if the state or what follows came differently, as with a
+Done in the last moment. While our job is being ended the end is recorded as soon as it is known: we may be killed
+before the workers have ended.
 
 Whether an attempt may follow is decided by `why_not_another` in experiments/trial/attempts.py: EndShell hands its
 answer to `judge`, and the start of the next job asks it again. EndMachine decides, and does nothing by itself.
 
-    supervisor.py tells EndShell               +--EndQueue--> continuation.py: successor, requeue
+    supervisor.py tells EndShell               +--> continuation.py: successor, requeue
     SIGUSR2, SIGTERM, SIGINT --+               |
-    control/stop.json ---------+--> EndMachine +--EndRecords--> control/end-N.json, then the journal
-    lost nodes, last exit -----+                          +---> Stop in the trial log
+    control/stop.json ---------+--> EndMachine +--EndShell--> control/end-N.json, then the journal
+    lost nodes, last exit -----+                        +---> Stop in the trial log
 
 A signal becomes a stop request in control/, because the master has to see it too, and a supervisor that takes over.
 """
 
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, Protocol
+from typing import Literal
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, Follows, write_end
 from corral.experiments.trial.attempts import (
     ENDED_BY_CLUSTER,
+    AttemptEnd,
     AttemptRefusedError,
+    EndState,
+    Follows,
     read_attempts,
     taken_away,
     why_not_another,
@@ -45,6 +47,7 @@ from corral.experiments.trial.log_state import LogState, StoppedError, TrialLogE
 from corral.launcher.cluster.own_job import JobEnd
 from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.continuation import Continuation
+from corral.launcher.supervisor.recorder import Recorder
 
 ADVICE = "continue with rl-submit --resume"
 _REFUSED = "no further job could be submitted"
@@ -61,40 +64,6 @@ _LOCAL_MEANING = {
 _ENDING_GRACE_S = 1.0
 
 
-EndEvent = Literal["attempt_ended", "trial_ended"]
-
-
-class EndQueue(Protocol):
-    """What an attempt's end asks of the cluster; each answer is there before anything else is decided."""
-
-    @property
-    def successor(self) -> str:
-        """The job that waits to go on; "" if there is none."""
-
-    def arrange(self) -> str:
-        """Puts the next attempt's job into the queue; returns why there is none, or ""."""
-
-    def revoke(self) -> None:
-        """Takes it out of the queue again, if it can."""
-
-    def requeue(self) -> str:
-        """Lets the cluster start our own job again, which ends it now; returns why not, or ""."""
-
-    def sweep(self) -> None:
-        """Cancels every job of the trial but our own."""
-
-
-class EndRecords(Protocol):
-    """What an attempt's end puts down."""
-
-    def seal(self) -> None:
-        """The trial log must not let a job go on that could not be taken out of the queue."""
-
-    def record_end(self, event: EndEvent, state: EndState, cause: str, then: Follows = "") -> None:
-        """attempt_ended: the attempt is over; once. trial_ended: nothing follows by itself; again only if it came
-        differently: Done in the last moment."""
-
-
 class EndPhase(StrEnum):
     """What is to become of the attempt."""
 
@@ -109,19 +78,19 @@ class EndMachine:
 
     Args:
         queue: of the cluster that another job can be asked of; None if there is none.
+        shell: puts down what is decided.
     """
 
-    def __init__(self, queue: EndQueue | None, records: EndRecords) -> None:
+    def __init__(self, queue: Continuation | None, shell: "EndShell") -> None:
         self._queue = queue
-        self._records = records
+        self._shell = shell
         self.state = EndState.STOPPED
         self.cause = ""
         """For people."""
         self._job_end: JobEnd | None = None
         self._is_in_queue_again = False
-        self._is_recorded = False
-        self._trial_end: EndState | None = None
-        """Of the trial_ended that was recorded last."""
+        self._recorded: tuple[EndState, Follows] | None = None
+        """The end that was recorded last, and what follows it."""
         self.phase = EndPhase.OPEN
 
     @property
@@ -174,10 +143,9 @@ class EndMachine:
             if end.needs_successor and (why_not := self._arrange()):
                 self.phase, self.cause = EndPhase.FINAL, f"{self.cause}; {_REFUSED}: {why_not}"
         if self.phase is EndPhase.FINAL:
-            self._record_attempt("")
-            self._record_trial(self._advised(self.cause))
+            self._record("")
         else:
-            self._record_attempt("requeue" if self._is_requeued or not self.successor else "successor")
+            self._record("requeue" if self._is_requeued or not self.successor else "successor")
         if end.is_requeued and self.phase is EndPhase.HANDING_OVER:
             # Asked for before it was said: of two jobs that go on, the cluster's is enough. In the grace period of a
             # preemption nobody can know: a job that leaves before it is over is not requeued, one that is slower is.
@@ -193,17 +161,17 @@ class EndMachine:
         is_ending_by_itself = self.is_job_ending and self.phase is EndPhase.HANDING_OVER
         if is_done:
             self.phase, self.state, self.cause = EndPhase.FINAL, EndState.COMPLETE, ""
-        elif end.outcome is EndState.FAILED and not is_ending_by_itself:
-            self.phase, self.state, self.cause = EndPhase.FINAL, EndState.FAILED, end.cause
+        elif end.outcome.is_failure and not is_ending_by_itself:
+            self.phase, self.state, self.cause = EndPhase.FINAL, end.outcome, end.cause
         elif self.phase is not EndPhase.HANDING_OVER:
-            self.phase, self.cause = EndPhase.FINAL, self._advised(self.cause or end.cause)
+            self.phase, self.cause = EndPhase.FINAL, self.cause or end.cause
         elif refusal is not None:
-            self.phase, self.cause = EndPhase.FINAL, self._advised(f"{self.cause}; {refusal}")
+            self.phase, self.cause = EndPhase.FINAL, f"{self.cause}; {refusal}"
 
     @property
     def goes_on(self) -> bool:
         """Whether the next attempt follows by itself, as far as it is known."""
-        is_handed_over = self.phase is EndPhase.CLOSED and self._trial_end is None
+        is_handed_over = self.phase is EndPhase.CLOSED and self._recorded is not None and bool(self._recorded[1])
         return is_handed_over or self.phase is EndPhase.HANDING_OVER
 
     def close(self) -> None:
@@ -244,37 +212,30 @@ class EndMachine:
         if self._queue is not None and self.successor:
             self._queue.revoke()
 
-    def _advised(self, cause: str) -> str:
-        return f"{cause}; {ADVICE}" if self.state.may_go_on else cause
-
     def _give_up(self, state: EndState, why: str) -> None:
-        self.state, self.cause = state, f"{self.cause}; {_REFUSED}: {why}; {ADVICE}"
-        self._finish()
+        self.state, self.cause = state, f"{self.cause}; {_REFUSED}: {why}"
+        self._finish(needs_advice=True)
 
-    def _finish(self) -> None:
+    def _finish(self, *, needs_advice: bool = False) -> None:
         """Nothing follows."""
         self.phase = EndPhase.CLOSED
         if self._queue is not None:
-            self._records.seal()
-        self._record_attempt("")
-        self._record_trial(self.cause)
+            self._shell.seal()
+        self._record("", needs_advice=needs_advice)
         self._revoke()
         if self._queue is not None and not self.is_job_ending:
             self._queue.sweep()
 
     def _close(self, then: Follows) -> None:
         self.phase = EndPhase.CLOSED
-        self._record_attempt(then)
+        self._record(then)
 
-    def _record_attempt(self, then: Follows) -> None:
-        if not self._is_recorded:
-            self._is_recorded = True
-            self._records.record_end("attempt_ended", self.state, self.cause, then)
-
-    def _record_trial(self, cause: str) -> None:
-        if self.state is not self._trial_end:
-            self._trial_end = self.state
-            self._records.record_end("trial_ended", self.state, cause)
+    def _record(self, then: Follows, *, needs_advice: bool = False) -> None:
+        if (self.state, then) == self._recorded:
+            return
+        self._recorded = self.state, then
+        is_advised = not then and (needs_advice or self.state.may_go_on)
+        self._shell.record_end(self.state, f"{self.cause}; {ADVICE}" if is_advised else self.cause, then)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -282,17 +243,15 @@ class EndShell:
     """Sees the end of one attempt through: signals and requests become what EndMachine is told; and its hands."""
 
     directory: TrialDirectory
-    attempt: int
     plan: RunPlan
     log: TrialLog
     """Of the thread that looks, until all has ended."""
     continuation: Continuation | None
     """None where there are no jobs."""
-    record: Callable[..., None]
-    """Adds a line to the journal."""
+    recorder: Recorder
     machine: EndMachine = field(init=False)
     _own_request: StopRequest | None = None
-    _failed: str = ""
+    _caused_by: str = ""
     """The task whose end ends the trial."""
 
     def __post_init__(self) -> None:
@@ -353,11 +312,11 @@ class EndShell:
     def judge(self, end: EndTrial, log: LogState) -> None:
         """Finds out what the end means, with what the trial log holds by now."""
         attempts = read_attempts(self.directory)
-        taken = taken_away(self.directory, [record for record in attempts if record.attempt != self.attempt])
+        taken = taken_away(self.directory, [record for record in attempts if record.attempt != self.recorder.attempt])
         if self.machine.state in ENDED_BY_CLUSTER:  # which may not be written down yet
-            taken.add(self.attempt)
+            taken.add(self.recorder.attempt)
         refusal = why_not_another(attempts, log, taken)
-        self._failed = end.failed
+        self._caused_by = end.failed
         self.machine.judge(end, is_done=log.is_done, refusal=refusal)
 
     def _request(self, by: str, *, grace_s: float, state: EndState | None = None, now: bool = False) -> StopRequest:
@@ -374,15 +333,9 @@ class EndShell:
         except StoppedError:
             return
         except (OSError, TrialLogError) as error:  # control/end-N.json says the same, where it can be written
-            self.record("log_not_sealed", cause=str(error))
+            self.recorder.event("log_not_sealed", cause=str(error))
 
-    def record_end(self, event: EndEvent, state: EndState, cause: str, then: Follows = "") -> None:
-        # What later starts of the trial decide on; the journal is only told.
-        failed = self._failed if state is EndState.FAILED else ""
-        end = AttemptEndRecord(attempt=self.attempt, state=state, cause=cause, then=then, failed=failed)
-        try:
-            write_end(self.directory, end)
-        except OSError as error:
-            self.record("end_not_written", cause=str(error))
-        follows = {"then": then, "successor": self.machine.successor} if event == "attempt_ended" else {}
-        self.record(event, state=state, cause=cause, failed=failed, **follows)
+    def record_end(self, state: EndState, cause: str, then: Follows) -> None:
+        caused_by = self._caused_by if state.is_failure else ""
+        end = AttemptEnd(attempt=self.recorder.attempt, state=state, cause=cause, then=then, caused_by=caused_by)
+        self.recorder.end(self.directory, end)

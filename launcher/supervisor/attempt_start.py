@@ -1,7 +1,7 @@
 """How an attempt begins: a start of a job finds its attempt, or makes one, or learns that the trial is over.
 
 keeper --open_attempt--> begin_attempt --record--> secrets, log folder --> supervisor
-                             +--refused--> control/end-N.json, journal: trial_ended; the job ends at once
+                             +--refused--> control/end-N.json; the job ends at once
 
 How the attempt before ended is read from control/, and asked of the cluster; the journal is only told. What the files
 refuse for a moment is tried again step by step: a second look from the beginning would find our own claim, and no
@@ -10,15 +10,18 @@ predecessor.
 
 import os
 
-from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
 from corral.experiments.trial.attempts import (
     AttemptClaim,
+    AttemptEnd,
     AttemptRecord,
     AttemptRefusedError,
+    EndState,
     WhyNot,
     begin_attempt,
     last_attempt,
     read_claim,
+    read_end,
+    write_end,
 )
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
@@ -122,7 +125,7 @@ def _renew(directory: TrialDirectory) -> None:
 
 def _end_of_predecessor(
     directory: TrialDirectory, attempt: int, claim: AttemptClaim, start: OwnJob, cluster: JobQueue | None
-) -> AttemptEndRecord:
+) -> AttemptEnd:
     """How the attempt before ended; whoever wanted the trial to end there is heeded, by a stop in the trial log."""
     by = _final_request(directory)
     if by:
@@ -131,21 +134,20 @@ def _end_of_predecessor(
     job = answer_or(None, cluster.job, claim.job_id) if cluster and claim.job_id not in ("", start.job_id) else None
     if job is not None and job.state == EndState.CANCELLED:
         _append_stop(directory, by="scancel", reason=f"job {claim.job_id} was cancelled")
-        return AttemptEndRecord(attempt=attempt, state="CANCELLED", cause="", then="requeue")
+        return AttemptEnd(attempt=attempt, state=EndState.CANCELLED, cause="", then="requeue")
     if recorded is not None:
         return recorded
     failed = cluster.failed_nodes(claim.nodes) if cluster is not None else []
     journal = Journal(directory.journal_path)
     for node in failed:
         note_failed_node(directory, node, lambda event, **fields: journal.append(event, attempt=attempt, **fields))
-    end = AttemptEndRecord(
+    end = AttemptEnd(
         attempt=attempt,
-        state="NODE_FAILED" if failed else "LOST",
+        state=EndState.NODE_FAILED if failed else EndState.LOST,
         cause="a node failed" if failed else "it ended without a word",
         then="requeue",
     )
-    write_end(directory, end)
-    journal.append("attempt_ended", attempt=attempt, state=end.state, cause=end.cause, then=end.then)
+    _record_end(directory, end)
     return end
 
 
@@ -166,7 +168,7 @@ def _append_stop(directory: TrialDirectory, *, by: str, reason: str) -> None:
 
 
 def _record_refusal(
-    directory: TrialDirectory, previous: AttemptEndRecord, start: OwnJob, refused: AttemptRefusedError
+    directory: TrialDirectory, previous: AttemptEnd, start: OwnJob, refused: AttemptRefusedError
 ) -> None:
     """The start of this job was for nothing; the end of the trial is written down if nobody did."""
     journal, attempt, state, cause = Journal(directory.journal_path), previous.attempt, previous.state, str(refused)
@@ -177,10 +179,15 @@ def _record_refusal(
         return
     match refused.reason:
         case WhyNot.COMPLETE:
-            state, cause = "COMPLETE", ""
+            state, cause = EndState.COMPLETE, ""
         case WhyNot.STOPPED:
-            state = state if state == "CANCELLED" else "STOPPED"
+            state = state if state is EndState.CANCELLED else EndState.STOPPED
         case WhyNot.NO_PROGRESS:
             cause = f"{cause}; look at rl-logs --errors, then continue with rl-submit --resume"
-    write_end(directory, AttemptEndRecord(attempt=attempt, state=state, cause=cause, then=""))
-    journal.append("trial_ended", attempt=attempt, state=state, cause=cause)
+    _record_end(directory, AttemptEnd(attempt=attempt, state=state, cause=cause, then=""))
+
+
+def _record_end(directory: TrialDirectory, end: AttemptEnd) -> None:
+    write_end(directory, end)
+    journal = Journal(directory.journal_path)
+    journal.append("attempt_ended", attempt=end.attempt, state=end.state, cause=end.cause, then=end.then)

@@ -2,12 +2,13 @@
 
 start --TaskRunner, RedisServer--> processes --collect--> TaskExit: who, with what, why
                 +--refused: a TaskExit too, at the next collect
+UnitMachine: why --record--> event task_ended of the journal, the one record of the end
 """
 
 import json
 import secrets as random_tokens
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,14 @@ from corral.launcher.runners.local import LocalRunner
 from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.unit_specs import REDIS_UNIT, TRACKER, WorkerCommand, tracker_command
-from corral.launcher.trial.exits import ExitKind, TaskExit, record_exit
+from corral.launcher.trial.ends import (
+    MEMORY_LINES,
+    TASK_ENDED,
+    ExitKind,
+    TaskExit,
+    says_out_of_memory,
+    tail_lines,
+)
 from corral.launcher.trial.redis_server import RedisServer
 from corral.scheduling.worker_information import parse_worker_id
 
@@ -89,61 +97,64 @@ class AttemptTasks:
         wait_until(lambda: all(task.poll() is not None for task in running), timeout_s=_GUARDS_END_S)
 
     def record(self, ended: TaskExit) -> None:
-        """Puts down how a task ended, with the verdict on it; one that was not started has its record already."""
-        if not ended.pid:
-            return
-        if "/" in ended.task and not _is_tracker(ended.task):  # the ends of trackers explain nothing
-            self.recorder.keep(partial(record_exit, self.directory, self.attempt.attempt, ended))
+        """Puts down how a task ended, or why it could not be started, with the verdict on it."""
         self.recorder.event(
-            "redis_exited" if ended.task == REDIS_UNIT else "worker_exited",
-            worker=ended.task,
+            TASK_ENDED,
+            who=ended.task,
+            code=ended.returncode,
+            why=ended.why,
+            caused_by=ended.caused_by,
+            charged=ended.is_charged,
             pid=ended.pid,
             node=ended.node,
-            returncode=ended.returncode,
-            how=ended.how,
-            is_consequence=ended.is_consequence,
+            log_bytes=ended.log_bytes,
         )
 
     def _ended(self, worker: str, task: Task, returncode: int) -> TaskExit:
-        kind, said = task.exit_kind(), self._last_word(worker)
-        if returncode and self._was_out_of_memory(worker):
-            returncode = WorkerExit.OUT_OF_MEMORY
+        try:
+            said, is_out_of_memory, log_bytes = self.files.run(
+                partial(self._take_last_words, worker, returncode), self.directory.control_path
+            )
+        except OSError:
+            said, is_out_of_memory, log_bytes = "", False, None
+        if returncode and is_out_of_memory:
+            returncode, said = WorkerExit.OUT_OF_MEMORY, ""
         return TaskExit(
             worker,
             returncode,
-            kind,
+            task.exit_kind(),
             pid=task.pid,
             node=task.node,
-            ended_at=time.time(),
-            said=said if returncode > 0 and returncode != WorkerExit.OUT_OF_MEMORY else "",
+            said=said if returncode > 0 else "",
+            log_bytes=log_bytes,
         )
 
-    def _was_out_of_memory(self, worker: str) -> bool:
-        """Takes its guard's note."""
-        path = self.directory.out_of_memory_path(worker)
-        try:
-            self.files.run(path.unlink, path)
-        except OSError:
-            return False
-        return True
+    def _take_last_words(self, worker: str, returncode: int) -> tuple[str, bool, int | None]:
+        """What a worker, its guard and its log say of its end: its own word, whether it was its memory, the log's size.
 
-    def _last_word(self, worker: str) -> str:
-        """Takes what a worker put down about its end."""
-        path = self.directory.last_word_path(worker)
+        The files of the first two are removed, so that they explain no later end.
+        """
+        word_path, note_path = self.directory.last_word_path(worker), self.directory.out_of_memory_path(worker)
+        said, is_out_of_memory, log_bytes = "", False, None
+        with suppress(OSError):
+            said = word_path.read_text(errors="replace")
+            word_path.unlink()
+        with suppress(OSError):
+            note_path.unlink()
+            is_out_of_memory = True
+        with suppress(OSError):
+            log_path = self._log_path(worker)
+            log_bytes = log_path.stat().st_size
+            last_lines = tail_lines(log_path, MEMORY_LINES, end=log_bytes)
+            is_out_of_memory |= says_out_of_memory(returncode, last_lines)
+        return said, is_out_of_memory, log_bytes
 
-        def take() -> str:
-            said = path.read_text(errors="replace")
-            path.unlink()
-            return said
-
-        try:
-            return self.files.run(take, path)
-        except OSError:
-            return ""
+    def _log_path(self, worker: str) -> Path:
+        kind, _, index = worker.partition("/")
+        return self.directory.worker_log(self.attempt.attempt, kind, int(index))
 
     def _start_worker(self, worker: str, incarnation: str) -> None:
-        kind, _, number = worker.partition("/")
-        log_path = self.directory.worker_log(self.attempt.attempt, kind, int(number))
+        log_path = self._log_path(worker)
         try:
             self._require_files(log_path)
             task = (self._beside if _is_tracker(worker) else self.runner).start(
@@ -153,7 +164,7 @@ class AttemptTasks:
                 log_path=log_path,
             )
         except (OSError, ClusterError) as error:
-            self._not_started("worker_not_started", worker, error)
+            self._not_started(worker, error)
             if isinstance(error, AllocationLostError):
                 self.lost_allocation = str(error)
             return
@@ -183,7 +194,7 @@ class AttemptTasks:
             self.files.run(lambda: atomic_write(where, content), where)  # workers find Redis by it
         except (OSError, RuntimeError) as error:  # TimeoutError is an OSError
             self.redis.kill()
-            self._not_started("redis_not_started", REDIS_UNIT, error)
+            self._not_started(REDIS_UNIT, error)
             return
         self._redis_runs = True
         self.recorder.event("redis_started", worker=REDIS_UNIT, pid=self.redis.pid, port=port)
@@ -198,14 +209,13 @@ class AttemptTasks:
 
         self.files.run(append, log_path)
 
-    def _not_started(self, event: str, task: str, error: Exception) -> None:
+    def _not_started(self, task: str, error: Exception) -> None:
         kind = ExitKind.OWN
         if isinstance(error, ClusterUnreachableError):
             kind = ExitKind.SLURM_AWAY
         elif isinstance(error, OSError) and is_momentary(error):
             kind = ExitKind.FILES_AWAY
         self._failed_starts.append(TaskExit(task, _EXIT_NOT_STARTED, kind, said=str(error)))
-        self.recorder.event(event, worker=task, cause=str(error), kind=kind.value)
 
 
 def _is_tracker(task: str) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from corral.experiments.trial.attempt_end_record import EndState, failed_nodes
+from corral.experiments.trial.attempts import EndState
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.cluster.cluster import Cluster, PlacedTrial
 from corral.launcher.cluster.errors import ClusterError
@@ -62,7 +62,7 @@ class Continuation:
         if self.successor:
             return ""
         trial, after = self.trial, self.own.job_id
-        excluded = failed_nodes(trial.directory) if trial.plan.launch.exclude_failed_nodes else []
+        excluded = trial.directory.failed_nodes() if trial.plan.launch.exclude_failed_nodes else []
         submit = partial(self.cluster.submit_successor, trial, after=after, exclude_nodes=excluded)
         try:
             # One look: the cluster may be about to kill us.

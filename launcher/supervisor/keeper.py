@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from corral.experiments.trial import leftovers
-from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
+from corral.experiments.trial.attempts import AttemptEnd, EndState, read_end
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import SECRETS_FILE, TrialSecrets
@@ -38,6 +38,7 @@ from corral.launcher.supervisor.signs_of_life import (
     SupervisorExit,
 )
 from corral.launcher.supervisor.wake_up import WakeUp
+from corral.launcher.trial.ends import TASK_ENDED, exit_text
 from corral.launcher.trial.lock import lock_supervisor
 from corral.launcher.trial.processes import kill_trial_processes
 from corral.launcher.trial.sweep import sweep
@@ -74,7 +75,6 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
         recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=record.attempt)
         budget = RestartBudget(max_restarts=max_restarts, healthy_after_s=facts.healthy_after_s)
         unheard: list[str] = []
-        num_starts = 0
         recorded = stack.enter_context(_secrets_recorded(directory, facts.uuid))
         while True:
             started_at = time.monotonic()
@@ -89,14 +89,14 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
             end = patience.insist("read how the attempt ended", read_end, directory, record.attempt)
             if end is not None:
                 return _leave_ended(directory, recorder, end)
-            num_starts += 1
-            cause = "it had fallen silent, and was killed" if child.was_silent else ""
             recorder.event(
-                "supervisor_died",
-                returncode=returncode,
-                restarts=num_starts - 1,
-                cause=cause,
-                is_consequence=returncode == EXIT_BROKEN,  # it has said why: supervisor_failed
+                TASK_ENDED,
+                who="supervisor",
+                code=returncode,
+                why=exit_text(returncode) + ("; it had fallen silent, and was killed" if child.was_silent else ""),
+                caused_by="supervisor_failed" if returncode == EXIT_BROKEN else "",  # which says why
+                charged=True,
+                pid=child.pid,
             )
             if not budget.take(ran_s=time.monotonic() - started_at):
                 cause = f"the supervisor ended {budget.in_a_row} times in a row; its log says why"
@@ -134,21 +134,20 @@ def _secrets_recorded(directory: TrialDirectory, trial_uuid: str) -> Iterator[tu
     record.drop()
 
 
-def _leave_ended(directory: TrialDirectory, recorder: Recorder, end: AttemptEndRecord) -> int:
+def _leave_ended(directory: TrialDirectory, recorder: Recorder, end: AttemptEnd) -> int:
     """The end was recorded before the supervisor was killed: what came after that is done here, and nothing else."""
     if end.is_final:
         recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
         write_page(directory, end.state, recorder.event)
     recorder.close(timeout_s=_TOLD_TIMEOUT_S)
-    return (SupervisorExit.FAILED if end.state == EndState.FAILED else SupervisorExit.ENDED).of_keeper
+    return (SupervisorExit.FAILED if end.state.is_failure else SupervisorExit.ENDED).of_keeper
 
 
 def fail(directory: TrialDirectory, recorder: Recorder, cause: str) -> SupervisorExit:
     """Writes down that the trial has failed, and not by its workers; its keys are not needed any more."""
-    end = AttemptEndRecord(attempt=recorder.attempt, state=EndState.FAILED, cause=cause, then="", failed="supervisor")
-    recorder.keep(lambda: write_end(directory, end))
+    end = AttemptEnd(attempt=recorder.attempt, state=EndState.FAILED, cause=cause, then="", caused_by="supervisor")
+    recorder.end(directory, end)
     recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
-    recorder.event("trial_ended", state=EndState.FAILED.value, cause=cause, failed="supervisor")
     recorder.close(timeout_s=_TOLD_TIMEOUT_S)
     return SupervisorExit.FAILED
 
@@ -160,15 +159,19 @@ class _Supervisor:
         self.heard: set[int] = set()
         """Signals that were passed on."""
         self.was_silent = False
-        read_end, write_end = os.pipe()
-        self._life = LifeWatch(read_end)
+        reading, writing = os.pipe()
+        self._life = LifeWatch(reading)
         self._process = subprocess.Popen(
             command,
-            env=os.environ | {MARK_VARIABLE: str(write_end)},
-            pass_fds=(*descriptors, write_end),
+            env=os.environ | {MARK_VARIABLE: str(writing)},
+            pass_fds=(*descriptors, writing),
             preexec_fn=die_with_parent(),
         )
-        os.close(write_end)
+        os.close(writing)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def see_through(self, wake: WakeUp) -> int:
         """How it ended; what comes after that is for the next one."""

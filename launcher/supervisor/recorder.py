@@ -1,35 +1,32 @@
-"""What an attempt tells: journal lines and exit records, written in the file thread, later if they cannot be now.
+"""What an attempt tells: journal lines and small files, written in the file thread, later if they cannot be now.
 
-    event  --a line--> lines --+--in order--> events.jsonl
-    keep   --a file--> files --+            > exits/
-                               |
-             refused: kept, and tried again each second; told how many came late
+    event      --a line--> lines --+--in order--> events.jsonl
+    keep, end  --a file--> files --+            > control/
+                                   |
+                 refused: kept, and tried again each second; told how many came late
 
-What is only told ends nothing: a full disk, or a file server that forgets its clients, costs at most these words.
+A full disk, or a file server that forgets its clients, ends nothing; if it stays so to the end, it costs these words.
 """
 
 import logging
 import subprocess
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import wait
-from typing import TypeVar
+from functools import partial
 
 from corral.experiments.own_python import own_python
-from corral.experiments.trial.attempt_end_record import add_failed_node
+from corral.experiments.trial.attempts import AttemptEnd, write_end
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.journal import Journal, event_line
+from corral.experiments.trial.journal import Journal, Refusable, event_line
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.trial.lock import PAGE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 _PATIENCE_S = 2.0  # whoever reads after writing finds it, unless the file system hangs
 _PAUSE_S = 1.0
-_MAX_KEPT = 10_000
 
 
 class Recorder:
@@ -37,34 +34,30 @@ class Recorder:
 
     def __init__(self, files: FileThread, journal: Journal, *, attempt: int) -> None:
         self._files = files
-        self._journal = journal
         self.attempt = attempt
-        self._lines: deque[bytes] = deque()
-        self._writes: deque[Callable[[], None]] = deque()
+        self._lines = journal.lines
+        self._writes = Refusable[Callable[[], None]](lambda write: write())
         self._trouble = ""
         """Why something could not be written when it was told; "" if all is well."""
         self._num_late = 0
-        self._num_dropped = 0
         self._next_try = 0.0
 
     def event(self, name: str, **fields: object) -> None:
         """Adds a line to the journal, with the present time whenever it comes to be written."""
-        is_tried = self._put(self._lines, event_line(name, attempt=self.attempt, **fields))
-        if is_tried and not self._files.wait_for(self._files.submit(self._write), _PATIENCE_S):
+        is_kept = self._lines.add(event_line(name, attempt=self.attempt, **fields))
+        if is_kept and not self._trouble and not self._files.wait_for(self._files.submit(self._write), _PATIENCE_S):
             self._trouble = "the file system hangs"
 
     def keep(self, write: Callable[[], None]) -> None:
         """Has a file written that explains, without waiting for it."""
-        if self._put(self._writes, write):
+        if self._writes.add(write) and not self._trouble:
             self._files.submit(self._write)
 
-    def _put(self, kept: deque[T], one: T) -> bool:
-        """Whether it is to be tried at once."""
-        if len(kept) >= _MAX_KEPT:
-            self._num_dropped += 1
-            return False
-        kept.append(one)
-        return not self._trouble
+    def end(self, directory: TrialDirectory, end: AttemptEnd) -> None:
+        """Records how the attempt ended, and tells the journal. What the files refuse is tried again until `close`."""
+        self._writes.add(partial(write_end, directory, end))
+        self._files.wait_for(self._files.submit(self._write), _PATIENCE_S)
+        self.event("attempt_ended", state=end.state, cause=end.cause, then=end.then, caused_by=end.caused_by)
 
     def try_again(self, now: float) -> None:
         """Called once in a while: what was refused is tried again."""
@@ -79,33 +72,27 @@ class Recorder:
             if not self._trouble or time.monotonic() + _PAUSE_S > deadline:
                 break
             time.sleep(_PAUSE_S)
-        for line in tuple(self._lines):
+        for line in tuple(self._lines.waiting):
             logger.warning("not in the journal: %s", line.decode())
 
     def _write(self) -> None:
         """In the file thread. Lines and files do without each other: a quota may refuse new files only."""
-        lines_refused = self._write_all(self._lines, self._journal.append_line)
-        files_refused = self._write_all(self._writes, lambda write: write())
+        before = self._num_written
+        lines_refused, files_refused = self._lines.flush(), self._writes.flush()
         refused = lines_refused or files_refused
+        self._num_late += (self._num_written - before) * bool(self._trouble)
         if not refused and self._trouble:
-            numbers = {"late": self._num_late, "dropped": self._num_dropped}
-            self._num_late = self._num_dropped = 0
-            self._lines.append(event_line("records_late", attempt=self.attempt, **numbers, cause=self._trouble))
-            refused = self._write_all(self._lines, self._journal.append_line)
+            numbers = {"late": self._num_late, "dropped": self._lines.num_dropped + self._writes.num_dropped}
+            self._num_late = self._lines.num_dropped = self._writes.num_dropped = 0
+            self._lines.add(event_line("records_late", attempt=self.attempt, **numbers, cause=self._trouble))
+            refused = self._lines.flush()
         elif refused and not self._trouble:
-            logger.warning("journal or exit records cannot be written now: %s", refused)
+            logger.warning("journal or files of control/ cannot be written now: %s", refused)
         self._trouble = refused
 
-    def _write_all(self, kept: deque[T], write: Callable[[T], None]) -> str:
-        """Why what is kept could not all be written; "" if it was."""
-        while kept:
-            try:
-                write(kept[0])
-            except OSError as error:
-                return str(error)
-            self._num_late += bool(self._trouble)
-            kept.popleft()
-        return ""
+    @property
+    def _num_written(self) -> int:
+        return self._lines.num_written + self._writes.num_written
 
 
 def write_page(directory: TrialDirectory, state: str, record: Callable[..., None]) -> None:
@@ -123,7 +110,7 @@ def write_page(directory: TrialDirectory, state: str, record: Callable[..., None
 def note_failed_node(directory: TrialDirectory, node: str, record: Callable[..., None]) -> None:
     """Later attempts avoid the node; where that cannot be written, they may get it again, and fail again."""
     try:
-        add_failed_node(directory, node)
+        directory.note_failed_node(node)
     except OSError as error:
         record("failed_node_not_noted", node=node, cause=str(error))
     record("node_failed", node=node)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from signal import Signals
 
-from corral.experiments.trial.attempt_end_record import EndState
+from corral.experiments.trial.attempts import EndState
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import Done, Stop, StoppedError, TrialLogError
@@ -52,7 +52,7 @@ from corral.launcher.supervisor.unit_specs import (
 )
 from corral.launcher.supervisor.units import TrialPhase, UnitMachine
 from corral.launcher.supervisor.wake_up import WakeUp
-from corral.launcher.trial.exits import ExitKind, TaskExit
+from corral.launcher.trial.ends import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
 from corral.launcher.trial.sweep import sweep
 
@@ -100,11 +100,10 @@ class Supervisor:
         self._judge_by = 0.0
         self._ends = EndShell(
             directory=self.directory,
-            attempt=self.attempt.attempt,
             plan=self.plan,
             log=self._log,
             continuation=self.continuation,
-            record=self._record,
+            recorder=self.recorder,
         )
         self._heeded_requests: set[StopRequest] = set()
         self._groups_kept_down: frozenset[str] = frozenset()
@@ -336,7 +335,7 @@ class Supervisor:
         if not closing.goes_on:
             write_page(self.directory, closing.state, self._record)
         closing.close()
-        return SupervisorExit.FAILED if closing.state is EndState.FAILED else SupervisorExit.ENDED
+        return SupervisorExit.FAILED if closing.state.is_failure else SupervisorExit.ENDED
 
     def _hear_last_word(self) -> None:
         """Of whoever wants the trial to stop, and of the trial log."""

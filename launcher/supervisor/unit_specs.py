@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from corral.experiments.own_python import own_python
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_end_record import EndState
-from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.trial.attempts import AttemptRecord, EndState
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.layout.layout import Allocation, Layout

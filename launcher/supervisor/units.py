@@ -28,7 +28,7 @@ from enum import StrEnum
 
 from corral.experiments.config.cluster import SupervisionConfig
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.attempt_end_record import EndState
+from corral.experiments.trial.attempts import EndState
 from corral.launcher.supervisor.actions import (
     Action,
     AppendStop,
@@ -39,7 +39,7 @@ from corral.launcher.supervisor.actions import (
     StartUnit,
     UnitNews,
 )
-from corral.launcher.trial.exits import TaskExit
+from corral.launcher.trial.ends import TaskExit
 from corral.scheduling.restarts import growing_pause
 
 
@@ -73,6 +73,10 @@ _FINAL = (
 )
 MASTER_UNIT = "master_worker/0"
 TRAINER_UNIT = "model_worker"
+
+
+def _failure_by(ended: TaskExit) -> EndState:
+    return EndState.OOM if ended.returncode == WorkerExit.OUT_OF_MEMORY else EndState.FAILED
 
 
 class TrialPhase(StrEnum):
@@ -305,7 +309,7 @@ class UnitMachine:
     def _restart_or_give_up(self, unit: _Unit, now: float) -> list[Action]:
         unit.deadline = float("inf")
         self._record(unit)
-        first = next((task_exit for task_exit in unit.exits if not task_exit.is_consequence), unit.exits[0])
+        first = next((task_exit for task_exit in unit.exits if task_exit.is_of_its_unit), unit.exits[0])
         if now - unit.started_at >= self._budgets.healthy_after_s:
             unit.charged = unit.in_a_row = 0
         unit.in_a_row += 1
@@ -318,7 +322,7 @@ class UnitMachine:
             if unit.spec.is_optional or unit.spec.is_beside:
                 unit.phase, unit.is_given_up = UnitPhase.WAITING, True
                 return [GiveUpUnit(unit.spec.name, cause)]
-            return self._terminate(EndState.FAILED, cause, now, failed=first.task)
+            return self._terminate(_failure_by(first), cause, now, failed=first.task)
         pause_s = growing_pause(unit.in_a_row, first_s=self._budgets.restart_pause_s, longest_s=MAX_PAUSE_S)
         unit.restarts += 1
         unit.phase = UnitPhase.WAITING

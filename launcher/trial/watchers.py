@@ -14,8 +14,8 @@ from statistics import fmean
 from typing import Any
 
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
-from corral.launcher.trial.history import Finding
 from corral.launcher.trial.metrics import is_number
+from corral.launcher.trial.view import Finding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,7 @@ class DamagedTrials:
             events = list(read_journal(self._directory / "events.jsonl"))
             resumed = [event for event in events if event["time"] >= resumed_at]
             starts = Counter(e["worker"] for e in resumed if e["event"] == "worker_started")
-            ended = next((event for event in resumed if event["event"] == "trial_ended"), None)
+            ended = next((event for event in resumed if event["event"] == "attempt_ended"), None)
             if ended is None and max(starts.values(), default=0) > _MOST_STARTS:
                 return Outcome.LOOP, f"{starts.most_common(1)[0][0]} was started {max(starts.values())} times"
             if ended is not None and not list(trial_processes(self._uuid)):

@@ -196,7 +196,7 @@ def taught(folder: Path, material: Material, rows: Sequence[Mapping[str, Any]]) 
     }
     trial = submit("sft", folder / "sft", material, num_rows=8, overrides=settings)
     try:
-        trial.wait_for(lambda: trial.events("trial_ended"), "its lessons", timeout_s=TEACHING_S, may_end=True)
+        trial.wait_for(lambda: trial.ends(), "its lessons", timeout_s=TEACHING_S, may_end=True)
         trial.wait_for_end()
         assert trial.metrics()[-1]["sft/loss"] < 0.1, trial.metrics()[-1]
         return trial.directory.exports_path / "final"

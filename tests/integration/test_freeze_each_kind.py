@@ -38,9 +38,9 @@ def test_a_process_of_any_kind_that_freezes_is_replaced_and_the_trial_completes(
     trial.wait_for(lambda: trial.events("redis_frozen"), "Redis to be taken for dead")
     trial.wait_for_steps(1)
     os.kill(trial.events("supervisor_started")[-1]["pid"], signal.SIGSTOP)
-    trial.wait_for(lambda: trial.events("supervisor_died"), "the supervisor to be taken for dead")
+    trial.wait_for(lambda: trial.events("task_ended", who="supervisor"), "the supervisor to be taken for dead")
     trial.full_speed()
     trial.wait_for_end()
-    assert "silent" in trial.events("supervisor_died")[-1]["cause"]
+    assert "silent" in trial.events("task_ended", who="supervisor")[-1]["why"]
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)

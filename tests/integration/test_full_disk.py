@@ -73,9 +73,9 @@ def fill_and_empty(trial: Trial, filler: Path) -> None:
     worker = trial.wait_for(starts_again_and_again, "a worker to be started more often than a crash would be")
     filler.unlink()
     trial.wait_for_end()
-    exits = trial.events("worker_exited", worker=worker)
+    exits = trial.events("task_ended", who=worker)
     assert len(exits) > MAX_RESTARTS, "what could not be written is written once there is room"
-    assert {event["returncode"] for event in exits} <= {WorkerExit.NO_ROOM, 0}
+    assert {event["code"] for event in exits} <= {WorkerExit.NO_ROOM, 0}
 
 
 def words_of(trial: Trial, words: str) -> Callable[[], str]:

@@ -69,6 +69,6 @@ def test_a_judge_of_the_trial_is_asked_by_its_rewards_and_comes_back_when_it_is_
         assert line["rewards/mean"] == pytest.approx(7.0 + line["reward/part/digits"], abs=1e-5)
     evaluated = [line["eval/reward/mean"] for line in trial.metrics() if "eval/reward/mean" in line]
     assert len(evaluated) == 2 and min(evaluated) >= 7.0
-    lost, last = trial.events("worker_exited", worker="generation_server/1")
-    assert (lost["returncode"], last["returncode"]) == (-9, 0)
+    lost, last = trial.events("task_ended", who="generation_server/1")
+    assert (lost["code"], last["code"]) == (-9, 0)
     assert "own judge" in trial.run("rl-eval", "--local", exit_code=2)

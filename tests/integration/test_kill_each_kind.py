@@ -58,7 +58,7 @@ def check_it_outlives_kills_and_a_stop(trial: Trial, *, commit_every_steps: int)
         rows = trial.wait_until_running()
         # Each once for itself, and once because a new supervisor starts everything anew.
         assert {worker: row["restarts"] for worker, row in rows.items()} == dict.fromkeys(WORKERS, 2)
-        assert [event["returncode"] for event in trial.events("redis_exited")] == [-9]
+        assert [event["code"] for event in trial.events("task_ended", who="redis") if not event["caused_by"]] == [-9]
         assert trial.events("leftovers_killed") == []  # workers and Redis end with their supervisor
         trial.wait_for_uncommitted_step(commit_every_steps=commit_every_steps)
     heard = stranger.everything_heard()

@@ -101,7 +101,7 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
             assert line[f"{name}/reward/mean"] == pytest.approx(reward)
             assert line[f"{name}/response_length/mean"] == length
     assert ("answers of one prompt share it" in trial.logs("model_worker/0")) == (shared_prompts == "auto")
-    assert [event["returncode"] for event in trial.events("worker_exited")] == [0] * len(WORKERS)
+    assert [event["code"] for event in trial.events("task_ended") if event["who"] != "redis"] == [0] * len(WORKERS)
     assert (trial.directory.exports_path / "final" / "model.safetensors").exists()
     check_page(trial.directory.page_path, tmp_path, headline="COMPLETE step 11/11")
 
@@ -178,7 +178,7 @@ def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_t
     shown = trial.logs("--errors")
     assert "ended by: rollout_worker/0" in shown and cause in shown
     assert cause in trial.run("rl-status") and cause in trial.run("rl-status", "--explain")
-    assert len(trial.events("worker_exited", worker="rollout_worker/0")) == 1, "no restart was spent on it"
+    assert len(trial.events("task_ended", who="rollout_worker/0")) == 1, "no restart was spent on it"
 
 
 def greedy_answers(weights: Path, problems: Path) -> tuple[float, float]:

@@ -23,7 +23,7 @@ def test_a_loss_that_stays_not_finite_fails_the_trial_and_consumes_nothing(start
         },
     )
     trial.wait_for_end("FAILED")
-    (ended,) = trial.events("trial_ended")
+    (ended,) = trial.ends()
     assert "train step 2 had a loss or gradient that is not finite" in ended["cause"]
     assert len(trial.starts("master_worker/0")) == 1  # another start would change nothing
 

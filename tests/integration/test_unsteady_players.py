@@ -151,7 +151,7 @@ def test_a_trial_outlives_kills_of_players_that_load_and_of_its_judge_and_tracke
         done[victim] += 1
         print(f"{sum(done.values()):3} {victim}", flush=True)
     trial.full_speed()
-    trial.wait_for(lambda: trial.events("trial_ended"), "the rest of it", timeout_s=1200, may_end=True)
+    trial.wait_for(lambda: trial.ends(), "the rest of it", timeout_s=1200, may_end=True)
     trial.wait_for_end()
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
@@ -173,7 +173,7 @@ def act_and_check(trial: Trial, counters: dict[str, str], *, num_acts: int) -> N
         done[f"{act.__name__} {victim}"] += 1
         print(f"{sum(done.values()):3} {act.__name__:20} {victim:30} {time.monotonic() - began:5.1f} s", flush=True)
     trial.full_speed()
-    trial.wait_for(lambda: trial.events("trial_ended"), "the rest of it", timeout_s=1200, may_end=True)
+    trial.wait_for(lambda: trial.ends(), "the rest of it", timeout_s=1200, may_end=True)
     trial.wait_for_end()
 
     check_nothing_is_left(trial)

@@ -24,7 +24,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import render_json
-from corral.launcher.trial.exits import tail_lines
+from corral.launcher.trial.ends import tail_lines
 from corral.launcher.trial.find import load_facts
 from corral.launcher.trial.lock import is_locked
 from corral.launcher.trial.processes import trial_processes
@@ -163,6 +163,10 @@ class Trial:
             if event["event"] == name and all(event.get(key) == value for key, value in fields.items())
         ]
 
+    def ends(self, **fields: Any) -> list[dict[str, Any]]:
+        """The ends of the trial so far: of attempts that nothing follows by itself."""
+        return self.events("attempt_ended", then="", **fields)
+
     def metrics(self) -> list[dict[str, Any]]:
         """Whole lines of metrics.jsonl."""
         return read_lines(self.directory.metrics_path)
@@ -247,7 +251,9 @@ class Trial:
         """Until the present attempt has ended, with this state and no other."""
         attempts = len(list(self.directory.control_path.glob("attempt-*.json")))
         ended = self.wait_for(
-            lambda: self.events("trial_ended", attempt=attempts - 1), f"the trial to be {state}", may_end=True
+            lambda: self.ends(attempt=attempts - 1),
+            f"the trial to be {state}",
+            may_end=True,
         )
         if ended[-1]["state"] != state:
             raise AssertionError(f"the trial is {ended[-1]}, not {state}\n{self.tails()}")
@@ -270,9 +276,9 @@ class Trial:
             AssertionError: if the deadline has passed, or the trial has ended without it.
         """
         deadline = time.monotonic() + timeout_s
-        ends_before = 0 if may_end else len(self.events("trial_ended"))
+        ends_before = 0 if may_end else len(self.ends())
         while True:
-            has_ended = not may_end and len(self.events("trial_ended")) > ends_before
+            has_ended = not may_end and len(self.ends()) > ends_before
             if found := look():
                 return found
             if has_ended or time.monotonic() > deadline:

@@ -215,4 +215,4 @@ def test_ctrl_c_ends_the_waiting_and_not_the_stop(make_trial: MakeTrial, tmp_pat
         waiting.send_signal(signal.SIGINT)
         out, err = waiting.communicate(timeout=120)
     assert waiting.returncode == 130 and "goes on without this command" in out, (out, err)
-    assert not trial.events("trial_ended")
+    assert not trial.events("attempt_ended", then="")

@@ -223,7 +223,7 @@ class StubTrial:
         return [(int(line.split()[0]), line.split()[1]) for line in lines]
 
     def ended(self) -> dict[str, Any]:
-        return self.events("trial_ended")[-1]
+        return self.events("attempt_ended", then="")[-1]
 
     def processes(self) -> list[int]:
         return list(trial_processes(self.plan.trial.uuid))

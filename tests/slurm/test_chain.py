@@ -34,7 +34,7 @@ def test_a_run_of_four_links_finishes_without_a_human(start_job: Callable[..., T
         bring_the_end_near(cluster, job_of(trial))
         wait_for_event(trial, "attempt_ended", attempt=link)
     trial.full_speed()
-    wait_for_event(trial, "trial_ended")
+    wait_for_event(trial, "attempt_ended", then="")
     ends = trial.events("attempt_ended")
     print("\n".join(gaps(trial)))
     assert [end["state"] for end in ends] == ["TIMED_OUT"] * (NUM_LINKS - 1) + ["COMPLETE"], ends

@@ -260,5 +260,5 @@ def wait_for_commits(trial: SlurmTrial) -> None:
 
 
 def wait_for_end(trial: SlurmTrial, state: str) -> None:
-    ended = wait_until(lambda: trial.events("trial_ended"), f"the end of the trial; {trial.events()}")
+    ended = wait_until(lambda: trial.events("attempt_ended", then=""), f"the end of the trial; {trial.events()}")
     assert ended[-1]["state"] == state, trial.events()

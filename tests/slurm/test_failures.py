@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_end_record import failed_nodes
 from corral.experiments.trial.attempts import read_attempts
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.log import TrialLog
@@ -52,7 +51,7 @@ def test_a_crashed_node_ends_the_attempt_and_the_next_one_completes_elsewhere(
     finally:
         cluster.start_node(node)
     assert [end["state"] for end in ends_of(trial)] == ["NODE_FAILED", "COMPLETE"], trial.events()
-    assert failed_nodes(trial.directory) == [node]
+    assert trial.directory.failed_nodes() == [node]
     assert node not in {event["node"] for event in trial.events("worker_started", attempt=1)}
     assert [event["job_id"] for event in trial.events("submitted")] == [job_id, job_id]  # SLURM itself requeued it
     wait_until(lambda: not alive(trial), "an empty queue")
@@ -69,7 +68,7 @@ def test_a_crash_of_the_supervisors_own_node_is_survived_too(make_slurm_trial: A
     finally:
         cluster.start_node(node)
     assert [end["state"] for end in ends_of(trial)] == ["NODE_FAILED", "COMPLETE"], trial.events()
-    assert failed_nodes(trial.directory) == [node]
+    assert trial.directory.failed_nodes() == [node]
 
 
 def test_with_no_kill_the_only_rollout_worker_of_a_lost_node_moves_and_nobody_else_notices(
@@ -103,7 +102,7 @@ def test_with_no_kill_a_server_that_fits_nowhere_is_given_up_and_the_trial_goes_
     try:
         (given_up,) = trial.wait_for("unit_given_up")
         assert given_up["unit"] == "generation_server/1" and lost in given_up["cause"], given_up
-        trial.wait_for("worker_exited", worker="generation_server/1")
+        trial.wait_for("task_ended", who="generation_server/1")
         wait_for_more_commits(trial)
         check_undisturbed(trial, nodes, but={"generation_server/1"}, lost=lost)
         assert trial.events("worker_moved") == [] and len(trial.starts("generation_server/1")) == 1
@@ -252,7 +251,7 @@ def test_nothing_of_a_trial_outlives_its_keeper(make_slurm_trial: Any) -> None:
     assert keeper is not None
     os.kill(int(keeper["pid"]), signal.SIGKILL)
     wait_until(lambda: not trial.processes(), "the end of all processes")
-    assert trial.wait_for_state("FAILED", "LOST").note and trial.events("trial_ended") == []
+    assert trial.wait_for_state("FAILED", "LOST").note and trial.events("attempt_ended", then="") == []
 
 
 def test_a_stopped_controller_kills_nothing_and_a_dead_worker_comes_back(
@@ -268,7 +267,7 @@ def test_a_stopped_controller_kills_nothing_and_a_dead_worker_comes_back(
     try:
         before = commits_of(trial)
         os.kill(pid, signal.SIGKILL)
-        trial.wait_for("worker_exited", worker="generation_server/0", how="could not be started: SLURM did not answer")
+        trial.wait_for("task_ended", who="generation_server/0", why="could not be started: SLURM did not answer")
         wait_until(lambda: commits_of(trial) > before + 20, "commits, since it trained all the time")
     finally:
         cluster.start_controller()
@@ -335,7 +334,7 @@ def start_without_kill(make_slurm_trial: Any, **cpus: int) -> tuple[SlurmTrial, 
 
 def check_undisturbed(trial: SlurmTrial, nodes: Mapping[str, str], *, but: Collection[str], lost: str) -> None:
     """The attempt goes on, and every worker except some runs where it did, in the process that it had."""
-    assert ends_of(trial) == [] and trial.events("trial_ended") == []
+    assert ends_of(trial) == [] and trial.events("attempt_ended", then="") == []
     assert {event["node"] for event in trial.events("node_failed")} == {lost}
     assert {worker: len(trial.starts(worker)) for worker in nodes if worker not in but} == dict.fromkeys(
         nodes.keys() - {*but}, 1
@@ -365,7 +364,7 @@ def wait_for_more_commits(trial: SlurmTrial) -> None:
 
 
 def wait_for_end(trial: SlurmTrial, *states: str) -> Any:
-    wait_until(lambda: trial.events("trial_ended"), f"the end of the trial; {trial.events()}")
+    wait_until(lambda: trial.events("attempt_ended", then=""), f"the end of the trial; {trial.events()}")
     return trial.wait_for_state(*states)
 
 

@@ -25,7 +25,7 @@ def extra_jobs_of(trial: SlurmTrial) -> dict[str, Job]:
 
 
 def wait_for_end(trial: SlurmTrial) -> None:
-    ended = wait_until(lambda: trial.events("trial_ended"), f"the end of {trial.facts.name}")
+    ended = wait_until(lambda: trial.events("attempt_ended", then=""), f"the end of {trial.facts.name}")
     assert ended[-1]["state"] == "COMPLETE", trial.events()
 
 
@@ -44,7 +44,7 @@ def test_the_second_of_two_packed_trials_waits_for_the_first(make_slurm_trial: A
         trial.submit()
     for trial in trials:
         wait_for_end(trial)
-    first_end, second_start = trials[0].events("trial_ended")[0], trials[1].events("worker_started")[0]
+    first_end, second_start = trials[0].events("attempt_ended", then="")[0], trials[1].events("worker_started")[0]
     assert first_end["time"] < second_start["time"]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.launcher.trial.exits import read_exits
 from tests.slurm.cluster import MEMORY_GROUPS, Cluster, running_cluster
 from tests.slurm.conftest import require_programs
 
@@ -38,9 +37,9 @@ def test_a_worker_that_the_kernel_ends_for_its_memory_is_said_to_have_had_too_li
     trial.submit()
     status = trial.wait_for_state("OOM", "FAILED", "COMPLETE", "LOST")
     assert status.state == "OOM" and "groups.generation_server.scheduling.mem" in status.note, trial.events()
-    ends = [record["returncode"] for record in read_exits(trial.directory) if record["worker"] == "generation_server/0"]
-    assert ends == [WorkerExit.OUT_OF_MEMORY] * 2
+    ends = trial.events("task_ended", who="generation_server/0")
+    assert [end["code"] for end in ends] == [WorkerExit.OUT_OF_MEMORY] * 2
     (restart,) = trial.events("unit_restarting")
-    assert "out of memory: raise `mem` of its group" in restart["cause"]
-    others = [event for event in trial.events("worker_exited") if event["worker"] != "generation_server/0"]
-    assert all(event["returncode"] != WorkerExit.OUT_OF_MEMORY for event in others), others
+    assert "needed more memory than its group asks for" in restart["cause"]
+    others = [event for event in trial.events("task_ended") if event["who"] != "generation_server/0"]
+    assert all(event["code"] != WorkerExit.OUT_OF_MEMORY for event in others), others

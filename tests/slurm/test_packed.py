@@ -32,8 +32,8 @@ def test_a_step_that_crashes_is_restarted_inside_the_allocation(make_slurm_trial
     )
     trial.submit()
     trial.wait_for("worker_started", worker="generation_server/0", count=3)
-    exits = trial.events("worker_exited", worker="generation_server/0")
-    assert [event["returncode"] for event in exits[:2]] == [3, -9]
+    exits = trial.events("task_ended", who="generation_server/0")
+    assert [event["code"] for event in exits[:2]] == [3, -9]
     assert trial.status().job_id == trial.job_id
     stopped = stop_and_wait(trial.facts, grace_s=20.0)
     assert (stopped.state, stopped.note.split(" (")[0]) == ("STOPPED", "checkpointed at step 3")

@@ -42,7 +42,7 @@ def test_a_worker_of_each_kind_comes_back_alone_and_the_trial_completes(start_jo
         seconds[victim] = (restarted_at - killed_at, time.monotonic() - killed_at)
         after = {worker: len(trial.starts(worker)) for worker in before}
         assert after == before | {victim: before[victim] + 1}
-        assert trial.events("worker_exited", worker=victim)[-1]["returncode"] == -signal.SIGKILL
+        assert trial.events("task_ended", who=victim)[-1]["code"] == -signal.SIGKILL
         trial.wait_for_steps(1)
     trial.full_speed()
     trial.wait_for_end()

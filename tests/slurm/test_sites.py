@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_end_record import read_end
-from corral.experiments.trial.attempts import read_attempts
+from corral.experiments.trial.attempts import read_attempts, read_end
 from corral.experiments.trial.directory import StopRequest
 from corral.launcher.slurm.client import SlurmClient
 from tests.launcher.trials import wait_until
@@ -54,7 +53,7 @@ def test_where_comments_are_rewritten_a_trial_knows_its_jobs_by_id_and_name(make
     trial.directory.write_stop_request(REQUEUE)
     (successor,) = trial.wait_for("successor_submitted")
     assert trial.wait_for_state("QUEUED", "STARTING", "RUNNING", "COMPLETE").state != "LOST"
-    trial.wait_for("trial_ended", state="COMPLETE")
+    trial.wait_for("attempt_ended", then="", state="COMPLETE")
     assert [record.attempt for record in read_attempts(trial.directory)] == [0, 1]
     assert trial.status().job_id == successor["job_id"]
     # Each attempt has asked for each of its two jobs once.
@@ -76,10 +75,10 @@ def test_where_one_job_is_the_limit_a_trial_is_requeued_and_goes_on(make_slurm_t
     assert (end.state, end.then) == ("REQUEUED", "requeue")
     status = trial.wait_for_state("QUEUED", "REQUEUED", "STARTING", "RUNNING", "COMPLETE")
     assert "scancel" not in status.note
-    ended = wait_until(lambda: trial.events("trial_ended"), f"the end of {trial.events()}", timeout_s=150.0)
+    ended = wait_until(lambda: trial.events("attempt_ended", then=""), f"the end of {trial.events()}", timeout_s=150.0)
     assert [event["state"] for event in ended] == ["COMPLETE"], trial.events()
     assert [event["state"] for event in trial.events("attempt_ended")] == ["REQUEUED", "COMPLETE"]
-    assert not trial.events("supervisor_died")
+    assert not trial.events("task_ended", who="supervisor")
     assert {event["job_id"] for event in trial.events("submitted")} == {job_id}
 
 

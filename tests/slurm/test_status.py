@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempts import record_attempt
+from corral.experiments.trial.attempts import AttemptEnd, EndState, record_attempt, write_end
 from corral.experiments.trial.journal import Journal
 from corral.launcher.cluster.cached_queue import CachedQueue
 from corral.launcher.files.patient_files import PatientFiles
@@ -186,7 +186,7 @@ def test_a_forgotten_job_is_told_by_our_records_else_lost_and_a_controller_that_
     own_cluster.update_config(MinJobAge=2)
     finished, silent, waiting = (SlurmTrial(tmp_path, {}, mode="slurm", trial=name) for name in ("a", "b", "c"))
     submit_stand_in(finished, script="true")
-    Journal(finished.directory.journal_path).append("trial_ended", attempt=0, state="COMPLETE", cause="")
+    write_end(finished.directory, AttemptEnd(attempt=0, state=EndState.COMPLETE, cause="", then=""))
     submit_stand_in(silent, script="true")
     submit_stand_in(waiting, "--hold")
     before = silent.wait_for_state("FAILED")

@@ -9,18 +9,12 @@ from threading import Barrier, Lock
 
 import pytest
 
-from corral.experiments.trial.attempt_end_record import (
-    AttemptEndRecord,
-    EndState,
-    add_failed_node,
-    failed_nodes,
-    read_end,
-    write_end,
-)
 from corral.experiments.trial.attempts import (
     AttemptClaim,
+    AttemptEnd,
     AttemptRecord,
     AttemptRefusedError,
+    EndState,
     WhyNot,
     begin_attempt,
     chain_of,
@@ -29,8 +23,10 @@ from corral.experiments.trial.attempts import (
     read_attempt,
     read_attempts,
     read_claim,
+    read_end,
     record_attempt,
     why_not_another,
+    write_end,
 )
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
@@ -260,7 +256,7 @@ def test_a_chain_that_the_cluster_never_lets_commit_ends_all_the_same(directory:
 
 
 def end(directory: TrialDirectory, attempt: int, state: EndState) -> None:
-    write_end(directory, AttemptEndRecord(attempt=attempt, state=state, cause="", then="requeue"))
+    write_end(directory, AttemptEnd(attempt=attempt, state=state, cause="", then="requeue"))
 
 
 def test_a_chain_goes_on_as_long_as_it_makes_progress(directory: TrialDirectory) -> None:
@@ -339,8 +335,8 @@ def test_a_claim_that_cannot_be_read_is_somebody_elses(directory: TrialDirectory
 def test_the_last_word_about_an_end_stays_and_what_is_no_end_is_none(directory: TrialDirectory) -> None:
     assert read_end(directory, 0) is None
     ends = [
-        AttemptEndRecord(attempt=0, state="TIMED_OUT", cause="the time limit is near", then="successor"),
-        AttemptEndRecord(attempt=0, state="STOPPED", cause="me@here", then=""),
+        AttemptEnd(attempt=0, state=EndState.TIMED_OUT, cause="the time limit is near", then="successor"),
+        AttemptEnd(attempt=0, state=EndState.STOPPED, cause="me@here", then=""),
     ]
     for end in ends:
         write_end(directory, end)
@@ -351,7 +347,7 @@ def test_the_last_word_about_an_end_stays_and_what_is_no_end_is_none(directory: 
 
 
 def test_failed_nodes_are_noted_once_each(directory: TrialDirectory) -> None:
-    assert failed_nodes(directory) == []
+    assert directory.failed_nodes() == []
     for node in ("n3", "n2", "n3"):
-        add_failed_node(directory, node)
-    assert failed_nodes(directory) == ["n2", "n3"]
+        directory.note_failed_node(node)
+    assert directory.failed_nodes() == ["n2", "n3"]

@@ -79,7 +79,6 @@ def test_the_layout_is_what_users_and_workers_know(tmp_path: Path) -> None:
         trial.logs_path: "logs",
         trial.attempt_logs(2): "logs/attempt-2",
         trial.worker_log(2, "model_worker", 3): "logs/attempt-2/model_worker-3.log",
-        trial.exits_path: "exits",
         trial.log_path: "log",
         trial.checkpoints_path: "checkpoints",
         trial.weights_path: "weights",

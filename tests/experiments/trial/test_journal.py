@@ -16,7 +16,7 @@ real_write = os.write
 def test_events_come_back_in_order_with_their_fields(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "events.jsonl")
     journal.append("worker_started", worker="rollout_worker/0", attempt=1, pid=17)
-    journal.append("worker_exited", worker="rollout_worker/0", cause="signal\n9 \u2603")
+    journal.append("task_ended", who="rollout_worker/0", cause="signal\n9 \u2603")
     first, second = read_journal(tmp_path / "events.jsonl")
     assert (first["event"], first["worker"], first["pid"]) == ("worker_started", "rollout_worker/0", 17)
     assert second["cause"] == "signal\n9 \u2603" and second["time"] >= first["time"]

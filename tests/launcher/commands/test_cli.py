@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from corral.experiments.plan import RunPlan
-from corral.experiments.trial.attempt_end_record import AttemptEndRecord, write_end
-from corral.experiments.trial.attempts import record_attempt
+from corral.experiments.trial.attempts import AttemptEnd, EndState, record_attempt, write_end
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.worker_specs import RolloutWorkerSpec
@@ -252,7 +251,7 @@ def test_rl_stop_of_a_group_keeps_it_down_until_it_is_undone(make_trial: MakeTri
     shown = run("rl-status", "trial", "-o", "wide", fileroot=tmp_path).stdout
     assert any(line.startswith("generation_server/0") and "KEPT DOWN" in line for line in shown.splitlines()), shown
     assert len(trial.starts("generation_server/0")) == 1
-    assert len(trial.events("worker_exited")) == 1
+    assert len(trial.events("task_ended")) == 1
     undone = run("rl-stop", "trial", "--group", "generation_server", "--undo", fileroot=tmp_path)
     assert undone.returncode == 0, undone.stderr
     wait_until(lambda: len(trial.starts("generation_server/0")) == 2, "the server to be started again")
@@ -456,7 +455,7 @@ def test_a_resume_that_the_cluster_refuses_changes_nothing(
     start.create(submission)
     record_attempt(directory, attempt=0, resume=False, mode="slurm")
     directory.start_attempt_logs(0)
-    write_end(directory, AttemptEndRecord(attempt=0, state="FAILED", cause="boom", then=""))
+    write_end(directory, AttemptEnd(attempt=0, state=EndState.FAILED, cause="boom", then=""))
     before = files_of(directory)
     monkeypatch.setattr(start, "cluster_of", lambda mode: SlurmCluster(Refusing()))
     monkeypatch.setattr(start, "refuse_living", lambda plan, directory: None)

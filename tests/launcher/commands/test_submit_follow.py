@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from corral.experiments.trial.attempts import read_end
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.journal import read_journal
 from corral.launcher import follow
 from corral.launcher.commands.submit import main, normalise
 from corral.launcher.submit import prepare, start
@@ -63,11 +63,8 @@ def test_leaving_does_not_stop_the_trial_and_says_so(
     assert _follow(experiment, monkeypatch, "finish 1.0") == 0
     assert "the trial keeps running; rl-stop small-grpo/f" in capsys.readouterr().out
     directory = TrialDirectory(tmp_path / "trials" / "small-grpo" / "f")
-    ended = wait_until(
-        lambda: [event for event in read_journal(directory.journal_path) if event["event"] == "trial_ended"],
-        "the trial's own end",
-    )
-    assert ended[0]["state"] == "COMPLETE"
+    ended = wait_until(lambda: read_end(directory, 0), "the trial's own end")
+    assert ended.state == "COMPLETE"
 
 
 def test_a_dry_run_needs_no_value() -> None:

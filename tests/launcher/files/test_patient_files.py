@@ -87,11 +87,10 @@ def test_a_log_that_hangs_is_named_and_those_before_it_are_printed(
     assert printed == ("" if "--grep" in options else "master_worker/0  | of master_worker\n")
 
 
-def test_an_exit_record_that_hangs_ends_the_search_for_errors(
+def test_a_record_of_an_end_that_hangs_ends_the_search_for_errors(
     directory: TrialDirectory, ends: Callable[..., str]
 ) -> None:
-    directory.exits_path.mkdir(exist_ok=True)
-    with hanging(directory.exits_path / "0.master_worker-0.1.json"):
+    with hanging(directory.control_path / "end-0.json"):
         ends(logs, "trial", "--errors", because_of=directory.path)
 
 

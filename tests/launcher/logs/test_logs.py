@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,8 @@ from corral.launcher.follow import follow, logs_before
 from corral.launcher.logs.failures import describe_failures
 from corral.launcher.logs.files import LinePrinter, LogFile, LogFinder, NoLogsError, attempt_number
 from corral.launcher.logs.lines import LineFilter, end_of_lines, parse_since, select_lines
-from corral.launcher.trial.exits import TaskExit, record_exit
+from corral.launcher.trial.ends import exit_text
+from corral.launcher.trial.view import TrialView
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import StubTrial
 
@@ -33,6 +35,7 @@ def directory(tmp_path: Path) -> TrialDirectory:
     directory = TrialDirectory(tmp_path / "exp" / "trial")
     directory.create()
     for attempt in (0, 1):
+        record_attempt(directory, attempt=attempt, resume=False, mode="slurm")
         directory.start_attempt_logs(attempt)
         for worker in (("rollout_worker", 2), ("rollout_worker", 10), ("master_worker", 0)):
             directory.worker_log(attempt, *worker).write_text(f"{worker} {attempt}\n")
@@ -223,14 +226,14 @@ def test_a_terminal_is_not_given_what_it_would_obey(tmp_path: Path) -> None:
 
 
 def test_what_another_end_explains_is_no_cause(directory: TrialDirectory) -> None:
-    write_exit(directory, "model_worker/1", 76, 10.0, is_consequence=True)
-    write_exit(directory, "model_worker/0", -9, 10.1, how="SIGKILL", last_lines=["boom"])
-    write_exit(directory, "master_worker/0", 75, 11.0, is_consequence=True)
+    write_exit(directory, "model_worker/1", 76, 10.0, caused_by="another")
+    write_exit(directory, "model_worker/0", -9, 10.1, why="SIGKILL", last_line="boom")
+    write_exit(directory, "master_worker/0", 75, 11.0, caused_by="another")
     write_exit(directory, "gserver_manager/0", 0, 1.0)
-    text = describe_failures(directory, attempt=1)
+    text = failures(directory, attempt=1)
     assert text.startswith("newest failure: model_worker/0 on n1, SIGKILL") and "  boom" in text
     assert "model_worker/1 exit 76" in text and "gserver_manager" not in text
-    assert describe_failures(directory, attempt=0) == "nothing has failed in attempt 0"
+    assert failures(directory, attempt=0) == "nothing has failed in attempt 0"
 
 
 def write_step(directory: TrialDirectory, moment: float) -> None:
@@ -239,14 +242,14 @@ def write_step(directory: TrialDirectory, moment: float) -> None:
 
 
 def test_what_ended_the_trial_comes_first_and_what_healed_before_it_is_a_line(directory: TrialDirectory) -> None:
-    write_exit(directory, "generation_server/0", -9, 10.0, how="SIGKILL", last_lines=["loading"])
+    write_exit(directory, "generation_server/0", -9, 10.0, why="SIGKILL", last_line="loading")
     write_event(directory, 12.0, "worker_started", worker="generation_server/0")
     write_step(directory, 20.0)
-    write_exit(directory, "rollout_worker/0", 2, 70.0, how="exit 2 (data.jsonl has changed)", last_lines=["the end"])
-    write_exit(directory, "master_worker/0", -15, 71.0, is_consequence=True)
+    write_exit(directory, "rollout_worker/0", 2, 70.0, why="exit 2 (data.jsonl has changed)", last_line="the end")
+    write_exit(directory, "master_worker/0", -15, 71.0, caused_by="another")
     cause = "rollout_worker/0 exit 2 (data.jsonl has changed)"
-    write_event(directory, 72.0, "trial_ended", state="FAILED", cause=cause, failed="rollout_worker/0")
-    lines = describe_failures(directory, attempt=None).splitlines()
+    write_attempt_end(directory, 72.0, state="FAILED", cause=cause, caused_by="rollout_worker/0")
+    lines = failures(directory, attempt=None).splitlines()
     assert lines[0].startswith("ended by: rollout_worker/0 on n1, exit 2 (data.jsonl has changed), ")
     assert lines[1:] == [
         "  the end",
@@ -258,36 +261,35 @@ def test_what_ended_the_trial_comes_first_and_what_healed_before_it_is_a_line(di
 
 
 def test_a_failure_has_healed_once_its_worker_runs_again_and_a_step_was_trained(directory: TrialDirectory) -> None:
-    write_exit(directory, "rollout_worker/0", 1, 10.0, how="exit 1 (boom)")
+    write_exit(directory, "rollout_worker/0", 1, 10.0, why="exit 1 (boom)")
     write_event(directory, 12.0, "worker_started", worker="rollout_worker/0")
-    assert describe_failures(directory, attempt=None).startswith("newest failure: rollout_worker/0")
+    assert failures(directory, attempt=None).startswith("newest failure: rollout_worker/0")
     write_step(directory, 20.0)
-    text = describe_failures(directory, attempt=None)
+    text = failures(directory, attempt=None)
     assert text.startswith("every failure has healed; the newest first:\n  rollout_worker/0 exit 1 (boom) ")
 
 
 def test_what_the_end_of_a_complete_trial_has_ended_is_no_failure(directory: TrialDirectory) -> None:
-    how = "SIGKILL (ended by the supervisor: the attempt ends, COMPLETE)"
-    write_event(directory, 11.0, "redis_exited", worker="redis", returncode=-9, how=how, is_consequence=True)
-    write_event(directory, 12.0, "trial_ended", state="COMPLETE", cause="")
-    assert describe_failures(directory, attempt=None) == "nothing has failed"
-    write_exit(directory, "rollout_worker/0", 1, 5.0, how="exit 1 (boom)")
-    assert len(describe_failures(directory, attempt=None).splitlines()) == 2
+    write_exit(directory, "redis", -9, 11.0, caused_by="the attempt ends, COMPLETE")
+    write_attempt_end(directory, 12.0, state="COMPLETE", cause="")
+    assert failures(directory, attempt=None) == "nothing has failed"
+    write_exit(directory, "rollout_worker/0", 1, 5.0, why="exit 1 (boom)")
+    assert len(failures(directory, attempt=None).splitlines()) == 2
 
 
 def test_a_stop_and_its_kills_are_not_what_ended_a_later_attempt(directory: TrialDirectory) -> None:
-    write_exit(directory, "master_worker/0", -9, 10.0, attempt=0, is_consequence=True)
-    write_event(directory, 11.0, "trial_ended", attempt=0, state="STOPPED", cause="stopped by me")
-    write_exit(directory, "rollout_worker/0", 2, 70.0, how="exit 2 (no data)")
-    write_event(directory, 72.0, "trial_ended", state="FAILED", cause="", failed="rollout_worker/0")
-    assert describe_failures(directory, attempt=None).startswith("ended by: rollout_worker/0 on n1, exit 2 (no data)")
+    write_exit(directory, "master_worker/0", -9, 10.0, attempt=0, caused_by="another")
+    write_attempt_end(directory, 11.0, attempt=0, state="STOPPED", cause="stopped by me")
+    write_exit(directory, "rollout_worker/0", 2, 70.0, why="exit 2 (no data)")
+    write_attempt_end(directory, 72.0, state="FAILED", cause="", caused_by="rollout_worker/0")
+    assert failures(directory, attempt=None).startswith("ended by: rollout_worker/0 on n1, exit 2 (no data)")
 
 
 def test_a_supervisor_without_an_end_is_told_with_the_end_of_its_log(directory: TrialDirectory) -> None:
     record_attempt(directory, attempt=3, resume=False, mode="local")
     directory.start_attempt_logs(3)
     (directory.attempt_logs(3) / "supervisor.log").write_text("Traceback ...\nAttributeError: no SimpleQueue\n")
-    lines = describe_failures(directory, attempt=None).splitlines()
+    lines = failures(directory, attempt=None).splitlines()
     assert lines[0].startswith("attempt 3 has no end: its supervisor does not run")
     assert lines[1:] == ["  Traceback ...", "  AttributeError: no SimpleQueue"]
 
@@ -296,17 +298,17 @@ def test_what_the_trainer_goes_on_with_is_told_while_it_lasts(directory: TrialDi
     notice = {"topic": "published weights", "text": "it is damaged", "details": "in v7", "step": 7, "attempt": 1}
     write_event(directory, 1.0, "train_notice", is_alarm=True, causes=["one byte"], **notice)
     told = ["ALARM at step 7: it is damaged; in v7", "  one byte"]
-    assert describe_failures(directory, attempt=None).splitlines() == ["no worker has failed", *told]
-    assert describe_failures(directory, attempt=0) == "nothing has failed in attempt 0"
+    assert failures(directory, attempt=None).splitlines() == ["no worker has failed", *told]
+    assert failures(directory, attempt=0) == "nothing has failed in attempt 0"
     write_exit(directory, "rollout_worker/2", 1, 2.0)
-    assert describe_failures(directory, attempt=1).splitlines()[-2:] == told
+    assert failures(directory, attempt=1).splitlines()[-2:] == told
     write_event(directory, 3.0, "train_notice", is_alarm=False, causes=[], **notice)
-    assert "ALARM" not in describe_failures(directory, attempt=1)
+    assert "ALARM" not in failures(directory, attempt=1)
 
 
 def test_what_is_wrong_now_besides_comes_first(directory: TrialDirectory) -> None:
     full = "the disk of /trials is full: 0.0 MB of 41.0 MB are free; make room, and the trial goes on by itself"
-    said = describe_failures(directory, attempt=None, troubles=[full]).splitlines()
+    said = failures(directory, attempt=None, troubles=[full]).splitlines()
     assert said == [f"trouble: {full}", "no worker has failed"]
 
 
@@ -317,12 +319,29 @@ def test_prompts_that_were_dropped_are_named_with_their_causes(directory: TrialD
         (directory.ledger_path / f"1-{9 + step}-0123abcd.json").write_text(json.dumps(delta))
     (directory.ledger_path / "1-99-0123abcd.json").write_text("torn")
     told = ["dropped prompts: 3", f"  2 x {cause}: 0:a, 0:c", "  1 x \\x1b: 0:d"]
-    assert describe_failures(directory, attempt=None).splitlines() == ["no worker has failed", *told]
+    assert failures(directory, attempt=None).splitlines() == ["no worker has failed", *told]
 
 
-def write_exit(directory: TrialDirectory, worker: str, returncode: int, moment: float, **fields: object) -> None:
-    record = {"worker": worker, "returncode": returncode, "time": moment, "attempt": 1, "node": "n1", **fields}
-    (directory.exits_path / f"{worker.replace('/', '-')}.{moment}.json").write_text(json.dumps(record))
+def failures(directory: TrialDirectory, **options: Any) -> str:
+    return describe_failures(TrialView.open(directory), directory, **options)
+
+
+def write_exit(
+    directory: TrialDirectory, who: str, code: int, moment: float, *, why: str = "", last_line: str = "", **fields: Any
+) -> None:
+    end = {"attempt": 1, "who": who, "code": code, "why": why or exit_text(code), "node": "n1", "pid": 7, **fields}
+    if last_line:
+        kind, _, index = who.partition("/")
+        log = directory.worker_log(1, kind, int(index))
+        log.write_text(f"{last_line}\n")
+        end["log_bytes"] = log.stat().st_size
+        log.write_text(f"{last_line}\nof the next start\n")
+    write_event(directory, moment, "task_ended", **end)
+
+
+def write_attempt_end(directory: TrialDirectory, moment: float, *, attempt: int = 1, **fields: Any) -> None:
+    end = {"attempt": attempt, "then": "", "ended_at": moment, **fields}
+    (directory.control_path / f"end-{attempt}.json").write_text(json.dumps(end))
 
 
 def write_event(directory: TrialDirectory, moment: float, event: str, **fields: object) -> None:
@@ -334,58 +353,52 @@ def test_a_node_that_failed_explains_its_workers_though_they_were_seen_first(dir
     write_exit(directory, "model_worker/0", -9, 10.0)
     write_exit(directory, "model_worker/1", 76, 10.5, node="n2")
     write_event(directory, 35.0, "node_failed", node="n1", cause="does not answer")
-    write_event(directory, 36.0, "attempt_ended", state="NODE_FAILED", cause="n1")
-    text = describe_failures(directory, attempt=1)
+    write_attempt_end(directory, 36.0, state="NODE_FAILED", cause="n1")
+    text = failures(directory, attempt=1)
     assert text.startswith("newest failure: node on n1, does not answer")
     assert "model_worker/0 SIGKILL -25.0s" in text and "attempt NODE_FAILED: n1 +1.0s" in text
 
 
 def test_an_end_is_told_once_and_quotes_nothing_that_a_terminal_obeys(directory: TrialDirectory) -> None:
-    write_exit(directory, "rollout_worker/0", 1, 10.0, how="exit 1 (\x1b[2Jbad\x07)")
-    write_event(directory, 120.0, "attempt_ended", state="TIMED_OUT", cause="the time limit is near")
-    write_event(directory, 120.1, "trial_ended", state="TIMED_OUT", cause="the time limit is near; resume it")
-    text = describe_failures(directory, attempt=None)
+    write_exit(directory, "rollout_worker/0", 1, 10.0, why="exit 1 (\x1b[2Jbad\x07)")
+    write_attempt_end(directory, 120.1, state="TIMED_OUT", cause="the time limit is near; resume it")
+    text = failures(directory, attempt=None)
     assert text.count("TIMED_OUT") == 1 and "resume it" in text
     assert "\x1b" not in text and "(bad\\x07)" in text
 
 
 def test_a_failure_long_before_the_end_did_not_end_the_attempt(directory: TrialDirectory) -> None:
-    write_exit(directory, "rollout_worker/0", 1, 10.0, how="exit 1 (own fault)")
-    write_event(directory, 9000.0, "attempt_ended", state="PREEMPTED", cause="")
-    text = describe_failures(directory, attempt=1)
+    write_exit(directory, "rollout_worker/0", 1, 10.0, why="exit 1 (own fault)")
+    write_attempt_end(directory, 9000.0, state="PREEMPTED", cause="")
+    text = failures(directory, attempt=1)
     assert text.startswith("ended by: attempt, PREEMPTED, ")
     assert "before:\n  rollout_worker/0 exit 1 (own fault) -8990.0s" in text
 
 
-@pytest.mark.parametrize("state", ["PREEMPTED", "TIMED_OUT", "CANCELLED", "OOM", "NODE_FAILED"])
+@pytest.mark.parametrize("state", ["PREEMPTED", "TIMED_OUT", "CANCELLED", "NODE_FAILED"])
 def test_an_end_from_outside_is_a_cause_and_slurms_own_words_are_shown(state: str, directory: TrialDirectory) -> None:
-    write_exit(directory, "rollout_worker/0", -15, 11.0, is_consequence=True)
-    write_event(directory, 10.0, "attempt_ended", state=state, cause="by SLURM")
+    write_exit(directory, "rollout_worker/0", -15, 11.0, caused_by="another")
+    write_attempt_end(directory, 10.0, state=state, cause="by SLURM")
     (directory.logs_path / "slurm-7.log").write_text(
         "hello\nslurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***\n"
     )
-    text = describe_failures(directory, attempt=None)
+    text = failures(directory, attempt=None)
     assert text.startswith(f"ended by: attempt, {state}: by SLURM")
     assert "slurm-7.log | slurmstepd: error" in text and "hello" not in text
     assert "rollout_worker/0 SIGTERM +1.0s" in text
 
 
 def test_a_supervisor_that_crashed_is_named_with_its_traceback(directory: TrialDirectory) -> None:
-    write_event(directory, 10.0, "trial_ended", state="FAILED", cause="supervisor: no space left", failed="supervisor")
+    write_attempt_end(directory, 10.0, state="FAILED", cause="supervisor: no space left", caused_by="supervisor")
     (directory.logs_path / "slurm-7.log").write_text("Traceback (most recent call last):\n  x\nOSError: no space\n")
-    text = describe_failures(directory, attempt=1)
+    text = failures(directory, attempt=1)
     assert "supervisor: no space left" in text and "OSError: no space" in text
 
 
 def test_a_job_that_died_without_any_record_shows_what_slurm_said(directory: TrialDirectory) -> None:
     (directory.logs_path / "slurm-7.log").write_text("slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch\n")
-    text = describe_failures(directory, attempt=None)
+    text = failures(directory, attempt=None)
     assert text.startswith("nothing has failed") and "oom_kill" in text
-
-
-def test_running_out_of_memory_is_called_that(directory: TrialDirectory) -> None:
-    write_exit(directory, "rollout_worker/0", -9, 10.0, how="SIGKILL", last_lines=["error: exceeded memory limit"])
-    assert "SIGKILL, out of memory" in describe_failures(directory, attempt=1)
 
 
 STAMPED = """2026-01-21 08:00:00,1 early
@@ -441,8 +454,7 @@ def test_a_bundle_has_what_explains_a_failure_and_neither_secrets_nor_texts(make
     lines = [f"reward own:f failed on {row[:-1]}: no", *hidden, json.dumps(hidden), *shown, "a last word"]
     hidden += printed
     directory.worker_log(0, "rollout_worker", 0).write_text("\n".join(lines))
-    ended = TaskExit("rollout_worker/0", 1, pid=1, node="here", ended_at=time.time(), said=f"failed on {row}")
-    record_exit(directory, 0, ended)
+    write_exit(directory, "rollout_worker/0", 1, time.time(), attempt=0, why=f"failed on {row}")
     write_event(directory, 0.0, "worker_failed", attempt=0, cause=f"with {key}, {row}")
     directory.metrics_path.write_text('{"step": 1}\n')
     directory.samples_path.mkdir()

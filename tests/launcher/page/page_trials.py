@@ -10,7 +10,7 @@ import pyarrow.parquet
 
 from corral.experiments.plan import TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
-from corral.experiments.trial.attempts import record_attempt
+from corral.experiments.trial.attempts import AttemptEnd, EndState, record_attempt, write_end
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.samples import samples_file, schema
 from corral.experiments.trial.spans import PHASES, STEPS, Clock, Span, spans_path
@@ -34,11 +34,19 @@ def write_trial(root: Path, name: str, *overrides: str, steps: int = 40) -> Tria
     add_steps(directory, first=1, last=steps)
     told: list[dict[str, Any]] = [
         {"time": BEGUN_AT, "event": "supervisor_started", "attempt": 0},
-        {"time": BEGUN_AT + 50, "event": "worker_exited", "attempt": 0, "worker": "model_worker/0", "returncode": -9},
+        {
+            "time": BEGUN_AT + 50,
+            "event": "task_ended",
+            "attempt": 0,
+            "who": "model_worker/0",
+            "code": -9,
+            "why": "SIGKILL",
+        },
         {"time": BEGUN_AT + 51, "event": "unit_restarting", "attempt": 0, "unit": "trainer", "cause": HOSTILE},
-        {"time": BEGUN_AT + 900, "event": "trial_ended", "attempt": 0, "state": "COMPLETE"},
     ]
     directory.journal_path.write_text("".join(json.dumps(event) + "\n" for event in told))
+    end = AttemptEnd(attempt=0, state=EndState.COMPLETE, cause="", then="", ended_at=BEGUN_AT + 900)
+    write_end(directory, end)
     return directory
 
 

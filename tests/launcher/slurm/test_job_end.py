@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from corral.experiments.trial.attempt_end_record import EndState
+from corral.experiments.trial.attempts import EndState
 from corral.launcher.slurm.cluster import JobEnd, JobProspect, explain_end, look_ahead
 from corral.launcher.slurm.parse import parse_key_values
 

@@ -21,7 +21,7 @@ from corral.launcher.slurm import srun
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.srun import EXIT_OF_SRUN, SrunRunner, SrunTask, StepSignals, signal_tasks
 from corral.launcher.slurm.step import StepPlace, own_job, srun_command
-from corral.launcher.trial.exits import ExitKind
+from corral.launcher.trial.ends import ExitKind
 from corral.scheduling.scheduling import Scheduling
 from tests.launcher.trials import make_plan, wait_until
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_end_record import AttemptEndRecord, write_end
-from corral.experiments.trial.attempts import record_attempt
+from corral.experiments.trial.attempts import AttemptEnd, EndState, record_attempt, write_end
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
@@ -57,7 +56,7 @@ def make_trial(fileroot: Path, name: str, *, mode: str = "local", state: str | N
     journal = Journal(directory.journal_path)
     journal.append("submitted", attempt=0, job_id="21")
     if state is not None:
-        journal.append("trial_ended", attempt=0, state=state, cause="")
+        write_end(directory, AttemptEnd(attempt=0, state=EndState(state), cause="", then=""))
     return directory
 
 
@@ -105,7 +104,7 @@ def test_a_damaged_plan_is_named_with_a_way_out(fileroot: Path) -> None:
 def test_what_ended_long_ago_is_counted_and_not_read(fileroot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         directory = make_trial(fileroot, f"done-{number}")
-        write_end(directory, AttemptEndRecord(attempt=0, state="COMPLETE", cause="", then=""))
+        write_end(directory, AttemptEnd(attempt=0, state=EndState.COMPLETE, cause="", then=""))
         if number:
             os.utime(directory.journal_path, (0.0, 0.0))
     assert set(rows(page(fileroot, show_all=True).all_trials())) == {"done-0", "done-1", "done-2"}
@@ -162,7 +161,7 @@ def test_a_job_that_would_find_its_trial_over_is_to_be_cancelled(fileroot: Path)
 def test_an_end_in_control_counts_though_the_journal_was_not_told(fileroot: Path) -> None:
     directory = make_trial(fileroot, "full-disk")
     directory.journal_path.write_bytes(b"")
-    write_end(directory, AttemptEndRecord(attempt=0, state="STOPPED", cause="asked", then=""))
+    write_end(directory, AttemptEnd(attempt=0, state=EndState.STOPPED, cause="asked", then=""))
     facts = read_facts(directory)
     assert facts is not None
     (status,) = StatusReader().read([facts])
@@ -181,7 +180,7 @@ def test_a_trial_whose_folder_was_moved_while_it_ran_says_where_it_belongs(filer
 
 
 def test_a_damaged_trial_log_is_said(fileroot: Path) -> None:
-    directory = make_trial(fileroot, "damaged")
+    directory = make_trial(fileroot, "damaged", state=None)
     directory.journal_path.write_bytes(b"")
     TrialLog(directory.log_path).claim("x")
     for path in directory.log_path.iterdir():

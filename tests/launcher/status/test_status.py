@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from corral.experiments.trial.attempts import AttemptRecord
+from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.attempts import AttemptEnd, AttemptRecord, EndState, Follows
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import Trouble, WeightUpdate, WorkerRecord
@@ -27,10 +28,11 @@ from corral.launcher.status.progress import live_line, progress_bar, progress_li
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import format_duration, render_json, render_trial, render_trials, render_workers
 from corral.launcher.status.workers import group_rows, worker_rows
+from corral.launcher.trial.ends import End
 from corral.launcher.trial.find import TrialFacts, read_facts
-from corral.launcher.trial.history import Finding, JournalView, PastAttempt, WorkerLife
 from corral.launcher.trial.metrics import pace_of
 from corral.launcher.trial.rendezvous import connect_name_service
+from corral.launcher.trial.view import Finding, PastAttempt, TrialView, WorkerLife
 from corral.workers.lifecycle.presence import Presence
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.jobs import job_of
@@ -53,6 +55,10 @@ FACTS = TrialFacts(
 )
 ATTEMPT = AttemptRecord(attempt=0, resume=False, mode="local", start_slot=1, submitted_at=NOW - 500.0)
 STARTED = WorkerLife(pid=7, node="n1", started_at=NOW - 400.0)
+
+
+def ended(state: str, cause: str = "", *, then: Follows = "") -> AttemptEnd:
+    return AttemptEnd(attempt=0, state=EndState(state), cause=cause, then=then, ended_at=NOW)
 
 
 def record(**fields: Any) -> WorkerRecord:
@@ -113,7 +119,7 @@ ANSWERED = QueueAnswer(asked_at=NOW)
     [
         ({}, "RUNNING", ""),
         ({"attempt": None}, "UNKNOWN", "rl-submit --resume"),
-        ({"ended": {"state": "FAILED", "cause": "oom", "time": NOW}}, "FAILED", "oom"),
+        ({"ended": ended("FAILED", "oom")}, "FAILED", "oom"),
         ({"is_supervised": False}, "LOST", "--resume"),
         ({"is_supervised": False, "is_done": True}, "COMPLETE", ""),
         ({"is_supervised": False, "is_stopped": True}, "STOPPED", ""),
@@ -157,8 +163,8 @@ def test_the_evidence_decides_the_word(changes: dict[str, Any], state: str, word
 
 
 def test_a_worker_that_has_ended_is_not_ready_though_its_lease_lasts() -> None:
-    ended = dataclasses.replace(STARTED, exit="signal 9", ended_at=NOW - 1.0)
-    gone = {name: ended for name in WORKERS if name.startswith("rollout_worker/")}
+    left = dataclasses.replace(STARTED, exit="signal 9", ended_at=NOW - 1.0)
+    gone = {name: left for name in WORKERS if name.startswith("rollout_worker/")}
     status = describe(dataclasses.replace(HEALTHY, lives=HEALTHY.lives | gone))
     (row,) = [row for row in status.groups if row.group == "rollout_worker"]
     assert (row.ready, row.total) == (0, 2)
@@ -169,10 +175,10 @@ def test_a_worker_that_restarts_shows_how_it_ended_and_what_to_type() -> None:
     how = "exit 80 (the plan gives rollout_worker/1 1 GPU, and it sees 0)"
     events = [
         {"time": NOW - 9, "event": "worker_started", "attempt": 0, "worker": "rollout_worker/1", "node": "n1"},
-        {"time": NOW - 5, "event": "worker_exited", "worker": "rollout_worker/1", "returncode": 80, "how": how},
+        {"time": NOW - 5, "event": "task_ended", "attempt": 0, "who": "rollout_worker/1", "code": 80, "why": how},
         {"time": NOW - 3, "event": "worker_started", "attempt": 0, "worker": "rollout_worker/1", "node": "n1"},
     ]
-    life = JournalView(events, 0).lives(["rollout_worker/1"])
+    life = TrialView(events, 0).lives(["rollout_worker/1"])
     status = describe(
         dataclasses.replace(HEALTHY, lives=HEALTHY.lives | life, records=with_record("rollout_worker/1", None))
     )
@@ -181,7 +187,7 @@ def test_a_worker_that_restarts_shows_how_it_ended_and_what_to_type() -> None:
 
 
 def test_tables_show_trials_and_workers_without_obeying_what_they_quote() -> None:
-    status = describe(dataclasses.replace(HEALTHY, ended={"state": "FAILED", "cause": "a\x1b[2J\nb", "time": NOW}))
+    status = describe(dataclasses.replace(HEALTHY, ended=ended("FAILED", "a\x1b[2J\nb")))
     table = render_trials([status])
     assert table.splitlines()[0].split() == ["TRIAL", "STATE", "STEP", "AGE", "NODES", "JOB", "ATTEMPT", "NOTE"]
     assert "FAILED" in table and "8m20s" in table and len(table.splitlines()) == 2 and "\x1b" not in table
@@ -283,10 +289,8 @@ def test_workers_of_a_trial_that_ends_are_not_being_restarted() -> None:
     )
     shown = render_trial(describe(ending))
     assert "STOPPING" in shown and "restarting" not in shown
-    ended = dataclasses.replace(
-        ending, ended={"state": "COMPLETE", "cause": "", "time": NOW}, records=None, is_supervised=False
-    )
-    (row, *_) = [line for line in render_trial(describe(ended)).splitlines() if line.startswith("rollout_worker")]
+    over = dataclasses.replace(ending, ended=ended("COMPLETE"), records=None, is_supervised=False)
+    (row, *_) = [line for line in render_trial(describe(over)).splitlines() if line.startswith("rollout_worker")]
     assert row.split()[1] == "-"
 
 
@@ -369,22 +373,25 @@ def extra_job(state: str, reason: str = "None", *, is_elastic: bool = True) -> E
         ({"given_up": {"rollout_worker/1": "out of restarts"}}, "DEGRADED", "goes on without rollout_worker/1"),
         # Between two attempts.
         ({"facts": ON_SLURM, "job": job("PENDING", "Dependency", has_run=True), "has_run": True,
-          "attempt_ended": {"attempt": 0, "state": "CONTINUES", "cause": "time limit"}},
+          "attempt_ended": ended("REQUEUED", "time limit", then="requeue")},
          "REQUEUED", "attempt 1 waits in job 7"),
         ({"facts": ON_SLURM, "job": job("PENDING", "BeginTime", has_run=True), "has_run": True},
          "REQUEUED", "without a word"),
-        ({"facts": ON_SLURM, "job": job("RUNNING"), "attempt_ended": {"attempt": 0, "state": "PREEMPTED"}},
+        ({"facts": ON_SLURM, "job": job("RUNNING"), "attempt_ended": ended("PREEMPTED", then="requeue")},
          "STARTING", "attempt 1 starts in job 7"),
         ({"facts": ON_SLURM, "job": None, "records": None, "queue": ANSWERED,
-          "attempt_ended": {"attempt": 0, "state": "NODE_FAILED", "cause": "n2"}},
+          "attempt_ended": ended("NODE_FAILED", "n2", then="requeue")},
          "NODE_FAILED", "ended NODE_FAILED (n2)"),
         ({"facts": ON_SLURM, "job": None, "records": None, "queue": ANSWERED,
-          "attempt_ended": {"attempt": 0, "state": "CONTINUES"}}, "LOST", "no job is there to go on"),
+          "attempt_ended": ended("REQUEUED", then="requeue")}, "LOST", "no job is there to go on"),
         # What only SLURM knows.
         ({"facts": ON_SLURM, "job": job("FAILED", "JobLaunchFailure", exit_code="0:53")}, "FAILED", "folder"),
         ({"facts": ON_SLURM, "job": job("FAILED", "NonZeroExitCode"),
-          "failure": {"worker": "rollout_worker/1", "returncode": 3, "node": "n4"}},
+          "failure": End(time=NOW, attempt=0, who="rollout_worker/1", code=3, why="exit 3", node="n4")},
          "FAILED", "rollout_worker/1 exit 3 on n4"),
+        ({"facts": ON_SLURM, "job": job("FAILED", "NonZeroExitCode"),
+          "failure": End(time=NOW, attempt=0, who="rollout_worker/1", code=WorkerExit.OUT_OF_MEMORY, why="too little")},
+         "OOM", "rollout_worker/1 too little"),
         ({"facts": ON_SLURM, "job": dataclasses.replace(job("NODE_FAIL", "NodeDown"), nodes="n[3-4]")},
          "NODE_FAILED", "n[3-4]: a node failed"),
         ({"facts": ON_SLURM, "job": None, "records": None, "queue": ANSWERED, "accounted": job("TIMEOUT")},
@@ -393,11 +400,6 @@ def extra_job(state: str, reason: str = "None", *, is_elastic: bool = True) -> E
          "STOPPED", ""),
         ({"facts": ON_SLURM, "job": job("CANCELLED"), "is_stopped": True, "stop_request": TOLD},
          "CANCELLED", ""),
-        ({"ended": {"state": "FAILED", "cause": "x", "time": NOW}, "failure": {"worker": "rollout_worker/1",
-          "returncode": -9, "last_lines": ["slurmstepd: error: Step 7.3 exceeded memory limit (90 > 64)"]}},
-         "OOM", "raise groups.rollout_worker.scheduling.mem"),
-        ({"ended": {"state": "FAILED", "cause": "x", "time": NOW},
-          "failure": {"worker": "rollout_worker/1", "returncode": -9, "last_lines": ["hello"]}}, "FAILED", "x"),
     ],
 )  # fmt: skip
 def test_what_outlives_leases_jobs_and_attempts_decides(changes: dict[str, Any], state: str, words: str) -> None:
@@ -499,11 +501,11 @@ def test_the_newest_finding_of_a_topic_holds_in_its_attempt() -> None:
         return {"event": "train_notice", "topic": topic, "text": f"{topic} {step}", "step": step, **of, **fields}
 
     events = [event("gap", 1), event("other", 2, is_alarm=True), event("gap", 3, is_alarm=True), event("gap", 5)]
-    assert [(found.text, found.is_alarm) for found in JournalView(events, 0).findings()] == [
+    assert [(found.text, found.is_alarm) for found in TrialView(events, 0).findings()] == [
         ("gap 5", False),
         ("other 2", True),
     ]
-    assert JournalView([event("gap", 1, attempt=0)], 1).findings() == ()
+    assert TrialView([event("gap", 1, attempt=0)], 1).findings() == ()
 
 
 def test_the_group_of_the_servers_says_what_their_newest_weights_have_cost() -> None:

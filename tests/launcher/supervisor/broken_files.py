@@ -1,7 +1,7 @@
 """A file system that refuses, as a full or lost one does: `{trial}/trouble.json` says which files, and how; or one that
 hangs, as a file server that is gone.
 
-{"error": "ENOSPC", "paths": ["events.jsonl", "exits/"]}      an error's name, or RuntimeError for a fault of ours
+{"error": "ENOSPC", "paths": ["events.jsonl"]}      an error's name, or RuntimeError for a fault of ours
 """
 
 import builtins

@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_end_record import AttemptEndRecord, read_end
-from corral.experiments.trial.attempts import AttemptRecord, begin_attempt, last_attempt, read_claim
+from corral.experiments.trial.attempts import (
+    AttemptRecord,
+    begin_attempt,
+    last_attempt,
+    read_claim,
+    read_end,
+)
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.secrets import TrialSecrets
@@ -74,9 +79,9 @@ def test_whichever_file_fails_the_next_attempt_begins_once_and_with_all_that_it_
         record, is_hit = open_with_fault(directory, number, error)
         assert record is not None and record == last_attempt(directory) and record.attempt == 1
         assert read_claim(directory, 2) is None
-        assert read_end(directory, 0) == AttemptEndRecord(
-            attempt=0, state="LOST", cause="it ended without a word", then="requeue"
-        )
+        end = read_end(directory, 0)
+        assert end is not None
+        assert (end.state, end.cause, end.then) == ("LOST", "it ended without a word", "requeue")
         assert TrialSecrets.load(directory.secrets_path).redis_password != old
         assert directory.read_stop_request() is None and directory.attempt_logs(1).is_dir()
         assert list(directory.control_path.glob(".*.tmp")) == []

@@ -25,7 +25,7 @@ from corral.launcher.supervisor.signs_of_life import SupervisorExit
 from corral.launcher.supervisor.supervisor import Supervisor
 from corral.launcher.supervisor.unit_specs import worker_command
 from corral.launcher.supervisor.units import MAX_PAUSE_S, UnitMachine, UnitSpec
-from corral.launcher.trial.exits import ExitKind, TaskExit
+from corral.launcher.trial.ends import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.trial.rendezvous import redis_of_trial
 from tests.launcher.trials import StubTrial, make_plan, wait_until

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_end_record import add_failed_node, failed_nodes
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.journal import Journal
 from corral.launcher.cluster.own_job import OwnJob
@@ -132,7 +131,7 @@ def test_a_successor_avoids_the_nodes_that_failed(
 ) -> None:
     attempt = make_attempt(**launch)
     for node in ("n3", "n2"):
-        add_failed_node(attempt.directory, node)
+        attempt.directory.note_failed_node(node)
     attempt.continuation.arrange()
     assert attempt.slurm.calls("sbatch")[0][2:-1] == options
 
@@ -208,7 +207,7 @@ def test_the_nodes_of_the_job_that_are_down_are_written_down(attempt: Attempt) -
     )
     attempt.slurm.says("sinfo", f"{nodes}n3|debug*|8|8000|gpu:8|(null)|down|inf")
     assert attempt.continuation.explain().state == "NODE_FAILED"
-    assert [event["node"] for event in attempt.events("node_failed")] == failed_nodes(attempt.directory) == ["n2"]
+    assert [event["node"] for event in attempt.events("node_failed")] == attempt.directory.failed_nodes() == ["n2"]
 
 
 def test_at_the_end_every_other_job_of_the_trial_is_cancelled_and_nobody_elses(attempt: Attempt) -> None:

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.experiments.trial.attempt_end_record import EndState
-from corral.experiments.trial.attempts import AttemptRefusedError, WhyNot
+from corral.experiments.trial.attempts import AttemptRefusedError, EndState, WhyNot
 from corral.launcher.slurm.cluster import JobEnd
 from corral.launcher.supervisor.actions import EndTrial
-from corral.launcher.supervisor.attempt_end import EndEvent, EndMachine, EndPhase
+from corral.launcher.supervisor.attempt_end import EndMachine, EndPhase
 
 STOPPED = EndTrial(EndState.STOPPED, "the grace period ended")
 FAILED = EndTrial(EndState.FAILED, "model_worker used up its restarts")
@@ -86,12 +85,17 @@ class Slurm:
     def seal(self) -> None:
         self.actions.append(("seal",))
 
-    def record_end(self, event: EndEvent, state: EndState, cause: str, then: str = "") -> None:
-        self.actions.append(("attempt", state, cause, then) if event == "attempt_ended" else ("trial", state, cause))
+    def record_end(self, state: EndState, cause: str, then: str) -> None:
+        self.actions.append(("end", state, cause, then))
 
     def all(self, kind: str) -> list[Any]:
         """What was done of one kind so far, with what."""
         return [action[1:] for action in self.actions if action[0] == kind]
+
+    @property
+    def final(self) -> list[Any]:
+        """The ends after which nothing follows."""
+        return [end for end in self.all("end") if not end[2]]
 
     def finish(
         self, end: EndTrial = STOPPED, *, is_done: bool = False, refusal: AttemptRefusedError | None = None
@@ -111,14 +115,14 @@ def test_a_hand_over_asks_for_one_successor_and_goes_on(slurm: Slurm) -> None:
     slurm.end.hand_over(EndState.NODE_FAILED, "n2 failed")
     assert slurm.end.then == "requeue" and slurm.actions == [("arrange",)]
     assert slurm.finish() == Verdict(state=EndState.NODE_FAILED, cause="n2 failed", goes_on=True)
-    assert slurm.actions[1:] == [("attempt", EndState.NODE_FAILED, "n2 failed", "successor")]
+    assert slurm.actions[1:] == [("end", EndState.NODE_FAILED, "n2 failed", "successor")]
 
 
 def test_a_job_that_is_in_the_queue_again_needs_no_successor(slurm: Slurm) -> None:
     slurm.end.hand_over(EndState.REQUEUED, "SIGTERM to the steps", is_requeued=True)
     slurm.end.hand_over(EndState.NODE_FAILED, "n2 failed")
     assert slurm.actions == [] and slurm.finish().goes_on  # also if SLURM's own word never comes
-    assert slurm.actions == [("attempt", EndState.NODE_FAILED, "n2 failed", "requeue")]
+    assert slurm.actions == [("end", EndState.NODE_FAILED, "n2 failed", "requeue")]
 
 
 def test_a_successor_is_revoked_once_our_own_job_is_in_the_queue_again(slurm: Slurm) -> None:
@@ -131,7 +135,7 @@ def test_a_refused_successor_is_asked_for_again_and_then_our_own_job_is_requeued
     slurm.takes_jobs = False
     slurm.end.hand_over(EndState.TIMED_OUT, "soon")
     assert slurm.finish().goes_on
-    recorded = ("attempt", EndState.TIMED_OUT, "soon", "requeue")
+    recorded = ("end", EndState.TIMED_OUT, "soon", "requeue")
     # It is recorded before it is done, because it ends us.
     assert slurm.actions == [("arrange",), ("arrange",), recorded, ("requeue",)]
 
@@ -141,9 +145,9 @@ def test_if_both_ways_are_closed_the_trial_ends_with_advice(slurm: Slurm) -> Non
     slurm.end.hand_over(EndState.TIMED_OUT, "soon")
     verdict = slurm.finish()
     assert (verdict.state, verdict.goes_on) == (EndState.STOPPED, False)
-    assert "presently disabled" in verdict.cause and verdict.cause.endswith("continue with rl-submit --resume")
-    assert slurm.all("trial") == [(EndState.STOPPED, verdict.cause)]
-    assert len(slurm.all("attempt")) == 1
+    ((state, cause, _),) = slurm.final
+    assert state is EndState.STOPPED and "presently disabled" in cause
+    assert cause.endswith("continue with rl-submit --resume")
 
 
 @pytest.mark.parametrize(
@@ -152,19 +156,19 @@ def test_if_both_ways_are_closed_the_trial_ends_with_advice(slurm: Slurm) -> Non
 )
 def test_an_end_by_slurm_is_recorded_at_once(slurm: Slurm, job_end: JobEnd, then: str) -> None:
     slurm.end.job_ends(job_end)
-    (recorded,) = slurm.all("attempt")
+    (recorded,) = slurm.all("end")
     assert (recorded[0], recorded[2]) == (job_end.state, then)
     before = [*slurm.actions]
     slurm.end.job_ends(job_end)
     assert slurm.actions == before  # SLURM says it more than once
-    assert slurm.finish().goes_on and slurm.all("trial") == []
+    assert slurm.finish().goes_on and slurm.all("end") == [recorded]
 
 
 def test_a_refusal_at_the_time_limit_leaves_no_second_way(slurm: Slurm) -> None:
     slurm.takes_jobs = False
     slurm.end.job_ends(TIME_LIMIT)
     assert slurm.end.phase is EndPhase.FINAL and slurm.end.then == ""
-    ((_, cause),) = slurm.all("trial")
+    ((_, cause, _),) = slurm.final
     assert "QOSMaxSubmitJobPerUserLimit" in cause and "--resume" in cause
     assert not slurm.finish().goes_on and slurm.all("requeue") == []
 
@@ -191,7 +195,8 @@ def test_a_failure_is_final_unless_slurm_ends_the_job(slurm: Slurm) -> None:
 def test_without_progress_nothing_follows(slurm: Slurm) -> None:
     slurm.end.hand_over(EndState.TIMED_OUT, "soon")
     verdict = slurm.finish(refusal=NO_PROGRESS)
-    assert not verdict.goes_on and str(NO_PROGRESS) in verdict.cause and "--resume" in verdict.cause
+    ((_, cause, _),) = slurm.final
+    assert not verdict.goes_on and str(NO_PROGRESS) in cause and "--resume" in cause
     assert slurm.alive == set() and slurm.all("seal")
 
 
@@ -200,7 +205,7 @@ def test_without_a_queue_nothing_is_handed_over() -> None:
     here.end.hand_over(EndState.REQUEUED, "asked for")
     assert here.end.phase is EndPhase.OPEN and here.actions == []
     assert here.finish() == Verdict(state=EndState.STOPPED, cause=STOPPED.cause, goes_on=False)
-    assert [action[0] for action in here.actions] == ["attempt", "trial"]
+    assert here.actions == [("end", EndState.STOPPED, STOPPED.cause, "")]
 
 
 def test_a_successor_of_an_earlier_supervisor_is_not_asked_for_again() -> None:
@@ -250,25 +255,25 @@ def test_whatever_comes_in_whatever_order_one_job_at_most_goes_on_and_none_after
         if final is not None:
             assert end.phase is EndPhase.FINAL, "a final word was taken back"
         if job_end is None:
-            assert slurm.all("attempt") == slurm.all("trial") == []
+            assert slurm.all("end") == []
     is_done = ends_in is COMPLETE
     verdict = slurm.finish(ends_in, is_done=is_done, refusal=refusal)
 
-    ((_, _, then),) = slurm.all("attempt")
-    trial_ended = slurm.all("trial")
+    ends = slurm.all("end")
+    last_state, _, then = ends[-1]
+    assert len({(state, follows) for state, _, follows in ends}) == len(ends)
     assert len(slurm.alive) + slurm.num_requeued <= 1
     before = [*slurm.actions]
     end.close()
     end.stop()
     assert slurm.actions == before and Verdict.of(end) == verdict
     if verdict.goes_on:
-        assert final is None and not is_done and refusal is None and trial_ended == []
+        assert final is None and not is_done and refusal is None and slurm.final == []
         assert then == "requeue" or (then == "successor" and slurm.alive)
         is_requeued = job_end is not None and (job_end.is_requeued or job_end is UNKNOWN)
         assert slurm.alive or slurm.num_requeued or is_requeued, "nothing goes on"
         return
-    assert trial_ended and trial_ended[-1][0] is verdict.state
-    assert len({state for state, _ in trial_ended}) == len(trial_ended)
+    assert last_state is verdict.state and then == ""
     assert bool(slurm.all("seal")) is has_queue
     assert slurm.num_requeued == 0 and (not slurm.alive or not slurm.cancels)
     if is_done:

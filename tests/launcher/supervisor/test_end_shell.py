@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.attempt_end_record import AttemptEndRecord, EndState, read_end, write_end
-from corral.experiments.trial.attempts import begin_attempt, record_attempt
+from corral.experiments.trial.attempts import AttemptEnd, EndState, begin_attempt, read_end, record_attempt, write_end
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_job import OwnJob
+from corral.launcher.files.file_thread import FileThread
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.supervisor import continuation
 from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.attempt_end import EndShell
 from corral.launcher.supervisor.continuation import Continuation
+from corral.launcher.supervisor.recorder import Recorder
 from tests.launcher.jobs import job_of
 from tests.launcher.supervisor.test_end_machine import Verdict
 from tests.launcher.trials import StubTrial
@@ -98,24 +99,19 @@ class Attempt:
 
     def begin(self) -> None:
         """As each supervisor of the attempt does."""
-        journal = Journal(self.directory.journal_path)
-
-        def record(event: str, **fields: object) -> None:
-            journal.append(event, attempt=0, **fields)
-
+        recorder = Recorder(FileThread("records"), Journal(self.directory.journal_path), attempt=0)
         slurm = Continuation(
             cluster=SlurmCluster(self.slurm),
             trial=self.trial.placed,
             own=OwnJob(job_id=OWN, restart_count=0, host="n1", allocations={}),
-            record=record,
+            record=recorder.event,
         )
         self.end = EndShell(
             directory=self.directory,
-            attempt=0,
             plan=self.trial.plan,
             log=self.log,
             continuation=slurm if self.is_on_slurm else None,
-            record=record,
+            recorder=recorder,
         )
 
     def term(self, answer: dict[str, str] | None) -> StopRequest | None:
@@ -133,14 +129,18 @@ class Attempt:
         self.log.read()
         self.end.judge(end, self.log.state)
         self.end.machine.close()
-        return Verdict.of(self.end.machine)
+        end = read_end(self.directory, 0)
+        assert end is not None
+        return Verdict(state=end.state, cause=end.cause, goes_on=self.end.machine.goes_on)
 
     def recorded(self) -> tuple[str, str]:
-        (event,) = self.events("attempt_ended")
-        return event["state"], event["then"]
+        end = read_end(self.directory, 0)
+        assert end is not None
+        return end.state, end.then
 
     def has_ended(self) -> bool:
-        return bool(self.events("trial_ended"))
+        end = read_end(self.directory, 0)
+        return end is not None and end.is_final
 
 
 @pytest.fixture
@@ -192,14 +192,14 @@ def test_scancel_is_final_and_takes_the_successor_along(attempt: Attempt) -> Non
     assert attempt.has_ended()  # before the workers have ended: SLURM may kill us
     verdict = attempt.finish()
     assert (verdict.state, verdict.goes_on) == ("CANCELLED", False)
-    assert attempt.recorded() == ("CANCELLED", "") and len(attempt.events("trial_ended")) == 1
+    assert attempt.recorded() == ("CANCELLED", "") and len(attempt.events("attempt_ended", then="")) == 1
 
 
 def test_a_trial_that_is_done_while_it_is_cancelled_is_complete(attempt: Attempt) -> None:
     attempt.term(SCANCEL)
     attempt.master.done()
     assert attempt.finish().state == "COMPLETE"
-    assert attempt.events("trial_ended")[-1]["state"] == "COMPLETE"
+    assert attempt.recorded() == ("COMPLETE", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -280,11 +280,11 @@ def test_a_supervisor_that_takes_over_a_cancelled_job_ends_it_as_cancelled(attem
     assert attempt.finish().state == "CANCELLED"
 
 
-def test_how_it_ended_is_in_control_whatever_becomes_of_the_journal(attempt: Attempt) -> None:
+def test_a_later_word_on_the_end_replaces_an_earlier_one(attempt: Attempt) -> None:
     attempt.term(TIME_LIMIT)
-    assert read_end(attempt.directory, 0) == AttemptEndRecord(
-        attempt=0, state="TIMED_OUT", cause="the time limit was reached", then="successor"
-    )
+    end = read_end(attempt.directory, 0)
+    assert end is not None
+    assert (end.state, end.cause, end.then) == ("TIMED_OUT", "the time limit was reached", "successor")
     attempt.end.requested(STOP)
     attempt.finish()
     end = read_end(attempt.directory, 0)
@@ -321,7 +321,7 @@ def test_the_last_attempt_of_a_chain_stops_with_advice(tmp_path: Path) -> None:
     begin_attempt(attempt.directory, job_id="6", restart_count=0, mode="slurm")
     begin_attempt(attempt.directory, job_id=OWN, restart_count=0, mode="slurm")
     for number in range(2):
-        write_end(attempt.directory, AttemptEndRecord(attempt=number, state="TIMED_OUT", cause="", then="successor"))
+        write_end(attempt.directory, AttemptEnd(attempt=number, state=EndState.TIMED_OUT, cause="", then="successor"))
     attempt.usr2()
     verdict = attempt.finish()
     assert not verdict.goes_on and "before their first commit" in verdict.cause and "--resume" in verdict.cause

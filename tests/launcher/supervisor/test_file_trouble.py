@@ -1,7 +1,6 @@
 """A file system that refuses or hangs while a trial runs: the trial goes on, and tells later what it could not tell."""
 
 import errno
-import json
 import os
 import signal
 
@@ -10,6 +9,7 @@ import pytest
 from corral.experiments.trial.directory import StopRequest
 from corral.launcher.logs.failures import describe_failures
 from corral.launcher.trial.lock import is_locked
+from corral.launcher.trial.view import TrialView
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.supervisor.broken_files import break_files, mend_files
 from tests.launcher.trials import StubTrial, wait_until
@@ -23,16 +23,15 @@ def test_a_disk_that_is_full_or_lost_for_a_while_ends_nothing_and_is_told_later(
     trial.wait_for_workers()
     errors = ("ENOSPC", "ESTALE")
     for number, error in enumerate(errors, start=1):
-        break_files(trial.directory, error, "events.jsonl", "exits/", "log/", "control/stop.json")
+        break_files(trial.directory, error, "events.jsonl", "log/", "control/stop.json")
         kill(trial, WORKER)
         wait_until(lambda number=number: len(trial.starts(WORKER)) > number, f"a restart in spite of {error}")
-        assert len(trial.events("worker_exited", worker=WORKER)) < number
+        assert len(trial.events("task_ended", who=WORKER)) < number
         mend_files(trial.directory)
         (late,) = trial.wait_for("records_late", count=number)[number - 1 :]
         assert late["late"] >= 2 and late["dropped"] == 0 and os.strerror(_number_of(error)) in late["cause"]
-    assert len(trial.wait_for("worker_exited", worker=WORKER, count=len(errors))) == len(errors)
-    records = [json.loads(path.read_bytes()) for path in trial.directory.exits_path.glob("0.gserver_manager-0.*")]
-    assert [record["returncode"] for record in records] == [-9] * len(errors)
+    ends = trial.wait_for("task_ended", who=WORKER, count=len(errors))
+    assert [end["code"] for end in ends] == [-9] * len(errors)
     assert len(trial.events("supervisor_started")) == 1 and trial.directory.secrets_path.exists()
     stop(trial)
     assert trial.wait() == 0
@@ -81,7 +80,7 @@ def test_a_disk_that_stays_full_lets_a_trial_that_is_stopped_end_and_leaves_noth
     trial.start()
     trial.wait_for_workers()
     stop(trial, grace_s=0.1)
-    break_files(trial.directory, "ENOSPC", "events.jsonl", "exits/", "log/.")
+    break_files(trial.directory, "ENOSPC", "events.jsonl", "log/.")
     assert trial.wait() == 0
     assert trial.processes() == [] and not is_locked(trial.directory)
 
@@ -98,10 +97,10 @@ def test_a_supervisor_that_breaks_is_started_again_and_keeps_the_secrets(make_tr
     trial.wait_for("supervisor_started", count=2)
     wait_until(lambda: len(trial.starts("master_worker/0")) == 2, "the master's second start")
     assert not before & set(trial.processes())
-    assert trial.events("trial_ended") == []
+    assert trial.events("attempt_ended", then="") == []
     stop(trial)
     assert trial.wait() == 0
-    assert describe_failures(trial.directory, attempt=None).startswith(
+    assert describe_failures(TrialView.open(trial.directory), trial.directory, attempt=None).startswith(
         "newest failure: supervisor, RuntimeError: a fault"
     )
 
@@ -130,7 +129,7 @@ def test_whatever_ends_keeper_and_supervisor_ends_all_that_they_started(
     for victim in victims:
         os.kill(pid_by_name[victim], signal.SIGKILL)
     wait_until(lambda: not trial.processes() and not is_locked(trial.directory), "the end of all processes")
-    assert trial.events("trial_ended") == []
+    assert trial.events("attempt_ended", then="") == []
 
 
 def test_a_supervisor_whose_trial_goes_on_elsewhere_ends_what_it_started_and_decides_nothing(
@@ -142,7 +141,7 @@ def test_a_supervisor_whose_trial_goes_on_elsewhere_ends_what_it_started_and_dec
     (trial.directory.control_path / "claim-1.json").write_text('{"job_id": "8", "restart_count": 0}')
     assert trial.wait() == 1
     assert trial.processes() == []
-    assert trial.events("trial_ended") == [] and trial.directory.secrets_path.exists()
+    assert trial.events("attempt_ended", then="") == [] and trial.directory.secrets_path.exists()
     assert len(trial.events("supervisor_started")) == 1
 
 

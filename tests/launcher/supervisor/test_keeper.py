@@ -21,7 +21,7 @@ os.kill(os.getpid(), 9)
     assert keep(trial.directory, command=[sys.executable, "-c", orphan], max_restarts=1) == 1
     assert trial.processes() == []
     assert not trial.directory.secrets_path.exists()
-    assert [event["returncode"] for event in trial.events("supervisor_died")] == [-9, -9]
+    assert [event["code"] for event in trial.events("task_ended", who="supervisor")] == [-9, -9]
     assert trial.ended()["state"] == "FAILED"
 
 

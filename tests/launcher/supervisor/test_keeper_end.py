@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.trial.attempt_end_record import AttemptEndRecord, Follows, read_end
+from corral.experiments.trial.attempts import AttemptEnd, Follows, read_end
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.secrets import TrialSecrets
@@ -23,13 +23,13 @@ from tests.launcher.trials import StubTrial, wait_until
 SUPERVISOR = """
 import os, signal, sys
 from pathlib import Path
-from corral.experiments.trial.attempt_end_record import AttemptEndRecord, write_end
+from corral.experiments.trial.attempts import AttemptEnd, EndState, write_end
 from corral.experiments.trial.directory import TrialDirectory
 
 directory, then = TrialDirectory(Path(sys.argv[1])), sys.argv[2]
 with (directory.path / "starts").open("a") as file:
     file.write("started ")
-write_end(directory, AttemptEndRecord(attempt=0, state="REQUEUED", cause="asked for", then=then))
+write_end(directory, AttemptEnd(attempt=0, state=EndState.REQUEUED, cause="asked for", then=then))
 os.kill(os.getpid(), signal.SIGTERM)
 """
 
@@ -41,8 +41,9 @@ def test_an_attempt_that_has_recorded_its_end_is_not_started_again(tmp_path: Pat
     command = [sys.executable, "-c", SUPERVISOR, str(trial.directory.path), then]
     assert keep(trial.directory, command=command, max_restarts=3) == 0
     assert (trial.directory.path / "starts").read_text() == "started "
-    assert read_end(trial.directory, 0) == AttemptEndRecord(attempt=0, state="REQUEUED", cause="asked for", then=then)
-    assert trial.events("trial_ended") == trial.events("supervisor_died") == []
+    end = read_end(trial.directory, 0)
+    assert end is not None and (end.state, end.cause, end.then) == ("REQUEUED", "asked for", then)
+    assert trial.events("attempt_ended", then="") == trial.events("task_ended", who="supervisor") == []
     assert trial.directory.secrets_path.exists() is bool(then)
 
 
@@ -53,7 +54,7 @@ def test_files_that_fail_when_a_supervisor_has_died_are_waited_for(
     trial.prepare()
     faults = [errno.EIO, errno.ESTALE]
 
-    def refused(directory: TrialDirectory, attempt: int) -> AttemptEndRecord | None:
+    def refused(directory: TrialDirectory, attempt: int) -> AttemptEnd | None:
         if faults:
             raise OSError(faults.pop(), "a fault")
         return read_end(directory, attempt)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.experiments.trial.attempt_end_record import failed_nodes
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import Allocation, Layout, RunningAllocation, Step
 from corral.launcher.runners.runner import Task
@@ -302,7 +301,7 @@ def test_a_failed_node_that_cannot_be_noted_is_told(tmp_path: Path) -> None:
     directory.create()
     told: list[str] = []
     note_failed_node(directory, "n2", lambda event, **fields: told.append(event))
-    assert failed_nodes(directory) == ["n2"]
+    assert directory.failed_nodes() == ["n2"]
     (directory.control_path / "failed-nodes" / "n3").symlink_to("nowhere/n3")
     note_failed_node(directory, "n3", lambda event, **fields: told.append(event))
     assert told == ["node_failed", "failed_node_not_noted", "node_failed"]

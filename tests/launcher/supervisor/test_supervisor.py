@@ -17,6 +17,7 @@ from corral.experiments.trial.log import TrialLog
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.supervisor.trial_watch import TrialWatch
+from corral.launcher.trial.ends import ends_of
 from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.lock import is_locked
 from tests.launcher.conftest import MakeTrial
@@ -86,9 +87,10 @@ def test_a_worker_that_crashes_is_restarted_alone_with_its_exit_on_record(make_t
     trial.wait_for("worker_started", worker="generation_server/0", count=3)
     _stop(trial)
     assert trial.wait() == 0
-    records = [json.loads(path.read_bytes()) for path in sorted(trial.directory.exits_path.glob("0.generation*.json"))]
-    assert [record["how"] for record in records[:2]] == ["exit 3", "SIGKILL"]
-    assert "ValueError: told to exit with 3" in records[0]["last_lines"]
+    first, second, *_ = ends_of(trial.events("task_ended", who="generation_server/0"))
+    assert (first.why, second.why) == ("exit 3", "SIGKILL") and first.charged
+    assert "ValueError: told to exit with 3" in first.last_lines(trial.directory, 20)
+    assert "kill" in second.last_lines(trial.directory, 20)[-1]
     assert len(trial.starts("master_worker/0")) == 1
     assert len(trial.starts("model_worker/0")) == 1
 
@@ -145,7 +147,7 @@ def test_killed_redis_comes_back_on_its_port(make_trial: MakeTrial) -> None:
     trial.wait_for("redis_started", count=2)
     address = json.loads(trial.directory.rendezvous_path.read_bytes())
     assert address == {"host": "127.0.0.1", "port": redis["port"]}
-    assert trial.events("redis_exited")[0]["returncode"] == -9
+    assert trial.events("task_ended", who="redis")[0]["code"] == -9
     _stop(trial)
     assert trial.wait() == 0
     assert len(trial.starts("model_worker/0")) == 1
@@ -177,7 +179,7 @@ def test_a_tracker_that_never_works_is_given_up_and_named_and_the_trial_goes_on(
     assert facts is not None
     (status,) = StatusReader().read([facts])
     assert f"nothing goes to {broken} any more" in status.note and works not in status.note
-    assert [one for one in trial.events("worker_exited") if not one["worker"].startswith("tracker/")] == []
+    assert [one for one in trial.events("task_ended") if not one["who"].startswith("tracker/")] == []
     _stop(trial)
     assert trial.wait() == 0
     assert trial.ended()["state"] == "STOPPED" and (trial.directory.path / "tracking" / "closed").exists()
@@ -190,7 +192,7 @@ def test_a_tracker_that_fails_is_named_with_its_error_long_before_it_is_given_up
     (trial.directory.code_path / "own_tracker.py").write_text(TRACKERS)
     trial.start()
     told = "exit 1 (ValueError: no key (own_tracker.py:10))"
-    wait_until(lambda: len(trial.events("worker_exited")) > 1, "the tracker to fail twice")
+    wait_until(lambda: len(trial.events("task_ended")) > 1, "the tracker to fail twice")
     facts = read_facts(trial.directory)
     assert facts is not None
     (status,) = StatusReader().read([facts])
@@ -320,7 +322,7 @@ def test_a_stopped_trial_resumes_as_the_next_attempt(make_trial: MakeTrial) -> N
     trial.directory.clear_stop_request()
     trial.start(attempt=1, resume=True)
     assert trial.wait() == 0
-    assert [event["state"] for event in trial.events("trial_ended")] == ["STOPPED", "COMPLETE"]
+    assert [event["state"] for event in trial.events("attempt_ended", then="")] == ["STOPPED", "COMPLETE"]
     assert (trial.directory.logs_path / "latest").resolve().name == "attempt-1"
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from corral.experiments.config.cluster import SupervisionConfig
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.attempt_end_record import EndState
+from corral.experiments.trial.attempts import EndState
 from corral.launcher.supervisor.actions import (
     Action,
     AppendStop,
@@ -27,7 +27,7 @@ from corral.launcher.supervisor.units import (
     UnitMachine,
     UnitSpec,
 )
-from corral.launcher.trial.exits import ExitKind, TaskExit
+from corral.launcher.trial.ends import ExitKind, TaskExit
 
 REDIS = UnitSpec(name="redis", tasks=("redis",), is_service=True)
 MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",))
@@ -275,7 +275,7 @@ def test_an_exit_is_judged_once_slurm_has_said_whether_the_nodes_stay() -> None:
 
 
 def verdicts(machine: UnitMachine) -> dict[str, tuple[str, bool]]:
-    return {ended.task: (ended.how, ended.is_consequence) for ended in machine.take_verdicts()}
+    return {ended.task: (ended.why, bool(ended.caused_by)) for ended in machine.take_verdicts()}
 
 
 def test_the_verdict_on_a_silent_task_is_its_silence() -> None:
@@ -301,7 +301,7 @@ def test_a_rank_that_had_died_before_its_peer_said_so_is_the_cause() -> None:
     ends = [TaskExit("model_worker/0", WorkerExit.GANG_BROKEN), TaskExit("model_worker/1", -9)]
     actions = [machine.exited(end, 10.0, gone=[one.task for one in ends]) for end in ends]
     assert actions == [[], [restarting("model_worker", "model_worker/1 SIGKILL", pause_s=1.0, restarts=1)]]
-    assert [(end.task, end.is_consequence) for end in machine.take_verdicts()] == [
+    assert [(end.task, bool(end.caused_by)) for end in machine.take_verdicts()] == [
         ("model_worker/0", True),
         ("model_worker/1", False),
     ]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from corral.launcher.trial import watchers
-from corral.launcher.trial.history import Finding
+from corral.launcher.trial.view import Finding
 from corral.launcher.trial.watchers import RULES
 
 RECORDED = json.loads((Path(__file__).parents[2] / "golden" / "healthy-metrics.json").read_bytes())

@@ -9,7 +9,7 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.evaluation import BestVersion
 from corral.experiments.trial.journal import read_journal
-from corral.launcher.trial.history import JournalView
+from corral.launcher.trial.view import TrialView
 from corral.workers.master import best
 from corral.workers.requests.messages import Evaluate
 from tests.workers.master.trials import Gang, KilledError, run_master, trial_of
@@ -78,5 +78,5 @@ def test_a_number_that_no_evaluation_has_is_an_alarm_that_names_those_there_are(
     plan, trial = best_trial(tmp_path, "acuracy")
     assert run_master(plan, trial, gang_of_values(), monkeypatch) == WorkerExit.DONE
     assert not (trial.exports_path / "best").exists()
-    (finding,) = JournalView(read_journal(trial.journal_path), attempt=0).findings()
+    (finding,) = TrialView(read_journal(trial.journal_path), attempt=0).findings()
     assert finding.is_alarm and "'acuracy'" in finding.text and finding.details == "there are accuracy, count, loss"

@@ -17,7 +17,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
-from corral.launcher.trial.history import Finding, JournalView
+from corral.launcher.trial.view import Finding, TrialView
 from corral.workers.checkpoint.manifest import verify_manifest
 from corral.workers.master.epoch import standing_alarms
 from corral.workers.master.master_worker import MasterWorker
@@ -114,7 +114,7 @@ def test_what_a_train_step_finds_out_is_logged_and_recorded_once(
         run_master(plan, trial, Gang(train=lambda step: found if step == 2 else FINE), monkeypatch)
     told = [record for record in caplog.records if "they differ" in record.message]
     assert [(one.levelname, one.message) for one in told] == [("WARNING", "they differ; by 2; rounding; none")]
-    view = JournalView(read_journal(trial.journal_path), attempt=0)
+    view = TrialView(read_journal(trial.journal_path), attempt=0)
     assert view.findings() == (
         Finding(topic="t", is_alarm=True, text="they differ", details="by 2", causes=("rounding", "none"), step=2),
     )

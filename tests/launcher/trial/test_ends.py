@@ -1,9 +1,8 @@
-"""What an exit record says of an end."""
+"""What is read of a task's end: whether its memory limit ended it."""
 
 import pytest
 
-from corral.experiments.exit_codes import WorkerExit
-from corral.launcher.trial.exits import is_out_of_memory
+from corral.launcher.trial.ends import says_out_of_memory
 
 BY_CGROUP = (
     "slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.2. Some of your processes may have been killed."
@@ -16,21 +15,15 @@ BY_OLDER_SLURM = (
 @pytest.mark.parametrize("returncode", [1, -9, 137, 253])
 @pytest.mark.parametrize("line", [BY_CGROUP, BY_OLDER_SLURM])
 def test_an_end_by_the_memory_limit_is_named_whatever_srun_ends_with(returncode: int, line: str) -> None:
-    assert is_out_of_memory(
-        {"returncode": returncode, "last_lines": ["step 4", line, "srun: error: n1: task 0: Killed"]}
-    )
+    assert says_out_of_memory(returncode, ["step 4", line, "srun: error: n1: task 0: Killed"])
 
 
 @pytest.mark.parametrize(
     "said", ["", "INFO: slurmstepd: error: Detected 1 oom-kill event(s)", "the memory limit is 4 GB"]
 )
 def test_a_worker_that_fails_by_itself_is_not_taken_for_one_that_was_killed(said: str) -> None:
-    assert not is_out_of_memory({"returncode": 1, "last_lines": [said]})
-
-
-def test_the_guards_word_needs_no_line_of_slurm() -> None:
-    assert is_out_of_memory({"returncode": WorkerExit.OUT_OF_MEMORY, "last_lines": []})
+    assert not says_out_of_memory(1, [said])
 
 
 def test_a_worker_that_ended_well_was_not_killed_for_its_memory() -> None:
-    assert not is_out_of_memory({"returncode": 0, "last_lines": [BY_CGROUP]})
+    assert not says_out_of_memory(0, [BY_CGROUP])
