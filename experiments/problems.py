@@ -263,17 +263,6 @@ def _of_evaluation(experiment: Experiment, evaluation: EvaluationConfig) -> Iter
             "name a part, or a number that right answers have at least",
             path=("evaluation", "correct"),
         )
-    if not experiment.generates and (
-        evaluation.sampling.temperature > 0.0
-        or evaluation.sampling.stop
-        or evaluation.answers_per_problem > 1
-        or evaluation.vote
-    ):
-        yield ConfigProblem(
-            "without generation servers held-out problems are answered once, by the most likely tokens up to their end",
-            "leave out answers_per_problem, vote, sampling.temperature and sampling.stop of evaluation",
-            path=("evaluation",),
-        )
     if experiment.generates and evaluation.best is not None and evaluation.best.metric not in evaluation.metrics:
         yield ConfigProblem(
             f"an evaluation has no number {evaluation.best.metric!r}",

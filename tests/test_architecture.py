@@ -188,11 +188,11 @@ def test_every_place_that_starts_code_of_a_user_is_known_and_hides_the_secrets()
     assert found == {
         ("agents/shipped.py", "run"): 1,  # bwrap alone
         ("agents/shipped.py", "create_subprocess_exec"): 1,  # in an agent's process, where the secrets are hidden
-        ("evaluation/serving.py", "RewardJudge"): 1,
+        ("evaluation.py", "RewardJudge"): 1,
         ("generation/sglang_process.py", "Popen"): 1,  # SGLang is no user's code
         ("master/prompt_weigher.py", "create_subprocess_exec"): 1,
         ("master/prompt_weigher.py", "draw_curtain"): 1,
-        ("model/models.py", "RewardJudge"): 1,
+        ("model/generator.py", "RewardJudge"): 1,
         ("rollout/agent_processes.py", "create_subprocess_exec"): 1,  # behind the curtain of the worker's judge,
         ("rollout/programs.py", "draw_curtain"): 1,  # but for what needs a sandbox
         ("rollout/judging.py", "draw_curtain"): 1,

@@ -1164,12 +1164,6 @@ FILE_CASES = (
         words=("evaluation.vote", "has no group", "put parentheses"),
     ),
     BrokenCase(
-        name="vote-on-one-answer",
-        base=VALID_SFT,
-        overrides=("evaluation.vote=(.+)", "evaluation.dataset={path: train.jsonl, max_prompt_tokens: 8}"),
-        words=("evaluation", "answered once", "leave out"),
-    ),
-    BrokenCase(
         name="longer-answers-than-memory-is-for",
         overrides=("rollout.length_schedule={0: 512}",),
         words=("length_schedule has 512 tokens", "max_new_tokens"),

@@ -17,7 +17,7 @@ from corral.launcher.trial.sweep import sweep
 from corral.workers.checkpoint.checkpoint import CheckpointWriter, collect_garbage
 from corral.workers.checkpoint.removal import Remover
 from corral.workers.delivery.spool import Spool
-from corral.workers.evaluation.__main__ import _clean_up
+from corral.workers.evaluation import _clean_up
 from corral.workers.weight_transport.host_weights import HostWeights
 from corral.workers.weight_transport.staging import WeightStaging
 from tests.immovable import immovable

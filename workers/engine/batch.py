@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from corral.experiments.config.rollout import UpdateMode
 from corral.workers.engine.attention import KVCache, RowSpans, TokenAttention, call_cost
@@ -41,12 +41,7 @@ from corral.workers.engine.requests import (
     RequestOutput,
     StopStrings,
 )
-from corral.workers.engine.sampling import (
-    SamplingBatch,
-    SamplingParams,
-    TokenUniforms,
-    sample_tokens,
-)
+from corral.workers.engine.sampling import SamplingBatch, TokenUniforms, sample_tokens
 from corral.workers.episodes.stream_events import NOT_FINITE
 
 
@@ -408,27 +403,3 @@ def generate_all(
         version=version,
     )
     return batch.generate(requests)
-
-
-def generate_greedily(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    stop_token_ids: Collection[int] = (),
-    batch_size: int = 64,
-) -> list[list[int]]:
-    """Most likely continuations by a module that is already loaded: how a model worker evaluates its own weights.
-
-    Ends an answer after one of `stop_token_ids` (which it keeps) or `max_new_tokens`. `batch_size` answers are decoded
-    at a time: past 64 a CPU gains nothing. Sharded parameters are gathered first: then every rank that holds a shard
-    must make this call, be it without prompts.
-    """
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0, stop_token_ids=frozenset(stop_token_ids))
-    with torch.no_grad():
-        decoder = Decoder(model)
-    requests = [
-        GenerationRequest(request_id=str(index), prompt=tuple(prompt), sampling=sampling)
-        for index, prompt in enumerate(prompts)
-    ]
-    return [list(output.output_ids) for output in generate_all(decoder, requests, batch_size=batch_size)]

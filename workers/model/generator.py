@@ -1,249 +1,269 @@
-"""Generation as a call of the graph: prompts of the dataset ──► groups of answers, by a model that this rank holds.
+"""Groups by a model that this rank holds: of the prompts of a generate call, and of held-out problems.
 
-    uids ──► prompts ──► the embedded engine, on the model's present weights ──► the reward function ──► samples
-                                                                 failed on every try: dropped, with its reason
+    uids ─────► GroupMaker.make ────────┐ all at once              ┌──► samples, or why a prompt is dropped
+                                        ├──► EmbeddedClient ──► judge
+    problems ─► HeldOutProblems.answer ─┘ one batch of the         └──► sums over all ranks ──► accuracy, reward
+                                          embedded engine
 
-What a rollout worker and a generation server do together, in one place and one after the other: the answers to a
+What a rollout worker and a generation server do together, in one process and one after the other: the answers to a
 prompt follow from the trial's seed, the train step and the weights alone, in both ways alike.
 """
 
 import asyncio
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import reduce
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
-from corral.experiments.config.rollout import functions_of, remarks_size, told_parts
+from corral.experiments.config.rollout import RewardConfig, RolloutConfig, SamplingConfig
 from corral.experiments.datasets.dataset import Dataset
-from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
-from corral.experiments.trial.spans import Span
-from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec
+from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec, RoutedExpertsSpec
 from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.answer_seed import AnswerSeeds
-from corral.workers.data.prompts import BAD_ROW, split_uid
-from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.data.teacher_prompts import padded_prompt
+from corral.workers.data.held_out import added, means_by_set, sums_of, unjudged_text
+from corral.workers.data.prompts import checked_prompts, split_uid
 from corral.workers.engine.batch import generate_all
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
-from corral.workers.episodes.log import Branch
 from corral.workers.episodes.partial_answer import PartialAnswer, stopper
 from corral.workers.episodes.routed_experts import AnswerExperts
 from corral.workers.episodes.stream_events import NOT_FINITE
-from corral.workers.episodes.trajectories import group_statistics, make_sample
+from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.timeline import Record, unrecorded
-from corral.workers.lifecycle.worker import UserCodeError
-from corral.workers.requests.messages import Generate, SampleMetadata
-from corral.workers.rollout.judging import (
-    MOST_FAILED_IN_A_ROW,
-    RewardFailedError,
-    RewardJudge,
-    judged_answers,
-)
-
-REWARD_ERROR = "reward_error"
+from corral.workers.model.data_store import DataStore
+from corral.workers.requests.manager_messages import Answered, HeldOutProblem
+from corral.workers.requests.messages import Generate, SampleMetadata, StatsReply
+from corral.workers.rollout.group_maker import GroupMaker, Made, PromptFailedError
+from corral.workers.rollout.held_out import HeldOutProblems
+from corral.workers.rollout.judging import RewardJudge
+from corral.workers.streams.closing import all_or_first_error
 
 
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """What became of one prompt."""
+@dataclass(slots=True)
+class _Batch:
+    """The requests of all groups that ask at the same time, answered together."""
 
-    described: SampleMetadata
-    """For the master."""
-    sample: SequenceSample | None
-    """None if it was dropped."""
-    cause: str = ""
-    """What the reward said, where it failed."""
+    decoder: Decoder | None = None
+    version: str = ""
+    size: int = 0
+    """Answers that are decoded at a time."""
+    _asked: list[tuple[Sequence[GenerationRequest], asyncio.Future[list[RequestOutput]]]] = field(default_factory=list)
 
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    uid: str
-    order: int
-    row: DatasetRow
-    token_ids: list[int]
-    teacher_prompt: npt.NDArray[np.int32] | None
-    seeds: AnswerSeeds
-
-    def dropped(self, because: str, *, version: str, cause: str = "") -> Generated:
-        described = SampleMetadata(self.uid, (), [], (version,), self.order, dropped_because=because)
-        return Generated(described, None, cause)
-
-    def answered(self, sample: SequenceSample, *, version: str, statistics: dict[str, float]) -> Generated:
-        keys, lengths = tuple(sample.seqlens), sample.answer_lengths()
-        return Generated(SampleMetadata(self.uid, keys, lengths, (version,), self.order, scalars=statistics), sample)
-
-
-class Generator:
-    """Answers prompts of the dataset, and has the answers judged.
-
-    Raises:
-        ValueError: if the dataset has changed since it was submitted.
-    """
-
-    def __init__(
-        self,
-        spec: ModelWorkerSpec,
-        generation: GenerationSpec,
-        *,
-        judge: RewardJudge,
-        seed: int,
-        record: Record = unrecorded,
-    ) -> None:
-        """record: has how long rewards took."""
-        self._record = record
-        assert spec.dataset is not None, "the plan has a call that generates, and no dataset to take prompts from"
-        self._generation = generation
-        self._seed = seed
-        self._rows = Dataset.planned(spec.dataset)
-        self._max_prompt_tokens = spec.dataset.config.max_prompt_tokens
-        self._says_temperature = spec.dataset.config.names_temperatures
-        self._prompts = PromptEncoder(spec.tokenizer, spec.dataset.config.chat_template_kwargs)
-        self._stop_token_ids = eos_token_ids(spec.tokenizer)
-        self._reward = spec.reward
-        self._judge = judge
-        self._has_judged = False
-        self._num_failed = 0
-
-    def generate(self, model: nn.Module, request: Generate) -> list[Generated]:
-        """A group of answers for each prompt; every rank that holds a part of the model calls it, be it without any."""
-        version, each = request.version, zip(request.uids, request.orders, request.tries, strict=True)
-        read = [self._read(uid, order, tries, version=version) for uid, order, tries in each]
-        prompts = [one for one in read if isinstance(one, _Prompt)]
+    @contextmanager
+    def answering_by(self, model: nn.Module, *, version: str, size: int) -> Iterator[None]:
+        """Answer with the present weights of a model. Sharded weights are gathered: every rank that holds a part of the
+        model enters this context, also without prompts."""
         was_training = model.training
         model.eval()
         try:
             with torch.no_grad():
-                decoder = Decoder(model)
-            groups = self._answers(decoder, prompts, version=version)
+                self.decoder = Decoder(model)
+            self.version, self.size = version, size
+            yield
         finally:
+            self.decoder = None
+            self._asked.clear()
             model.train(was_training)
-        started = time.monotonic()
-        made = asyncio.run(self._judge_all(prompts, groups, version=version))
-        self._record(Span(lane="rewards", name="reward", start_s=started, end_s=time.monotonic()))
-        self._require_a_reward(made, version=version)
-        return [*made, *(one for one in read if isinstance(one, Generated))]
 
-    def _read(self, uid: str, order: int, tries: int, *, version: str) -> "_Prompt | Generated":
-        """A prompt; dropped, if its row is broken or too long."""
+    async def ask(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
+        """Their outputs, in order."""
+        loop = asyncio.get_running_loop()
+        if not self._asked:
+            loop.call_soon(self._generate)  # runs after all groups that were begun together have asked
+        outputs: asyncio.Future[list[RequestOutput]] = loop.create_future()
+        self._asked.append((requests, outputs))
+        return await outputs
+
+    def _generate(self) -> None:
+        asked = [(requests, outputs) for requests, outputs in self._asked if not outputs.done()]
+        self._asked.clear()
+        numbered = [
+            replace(request, request_id=str(number))
+            for number, request in enumerate(request for requests, _ in asked for request in requests)
+        ]
+        assert self.decoder is not None, "answers are asked for where no model answers"
         try:
-            row = self._rows[split_uid(uid)[1]]
-            ids = self._prompts.encode_within(self._max_prompt_tokens, row.prompt, tools=row.tools)
-            size = self._generation.teacher_prompt_tokens
-            told = (
-                padded_prompt(self._prompts.encode_within(size, row.teacher_prompt, tools=row.tools), size)
-                if size
-                else None
-            )
-        except ValueError as error:
-            because = f"{BAD_ROW}: {error}"
-            return Generated(SampleMetadata(uid, (), [], (version,), order, dropped_because=because), None)
-        seeds = AnswerSeeds(self._seed, uid, PolicyVersion.parse(version).step, tries)
-        return _Prompt(uid, order, row, ids, told, seeds)
+            made = iter(generate_all(self.decoder, numbered, batch_size=self.size, version=self.version))
+        except Exception as error:  # the event loop would only log an error of a callback
+            for _, outputs in asked:
+                outputs.set_exception(error)
+            return
+        for requests, outputs in asked:
+            outputs.set_result(list(islice(made, len(requests))))
 
-    def _require_a_reward(self, made: Sequence[Generated], *, version: str) -> None:
-        """UserCodeError if the reward has failed on everything since the trial began."""
-        failures = [one.cause for one in made if one.described.dropped_because == REWARD_ERROR]
-        self._num_failed += len(failures)
-        self._has_judged |= any(one.sample is not None for one in made)
-        is_first = PolicyVersion.parse(version).step == 0
-        if (
-            is_first
-            and failures
-            and not self._has_judged
-            and self._num_failed >= min(MOST_FAILED_IN_A_ROW, len(self._rows))
-        ):
-            raise UserCodeError(
-                f"{self._num_failed} prompts in a row failed, the last one with {failures[-1]}; mend reward "
-                f"{functions_of(self._reward.reward)}, in the trial's folder `code` if it is your own, and rl-submit "
-                "--resume it"
-            )
 
-    def _answers(
-        self, decoder: Decoder, prompts: Sequence[_Prompt], *, version: str
-    ) -> list[list[PartialAnswer | None]]:
-        generation = self._generation
+@dataclass(frozen=True, slots=True)
+class EmbeddedClient:
+    """Answers groups with a model of this process, in one batch with all groups that ask at the same time."""
+
+    batch: _Batch
+    tokenizer: Any
+    _: KW_ONLY
+    sampling: SamplingConfig
+    stop_token_ids: frozenset[int]
+    experts: RoutedExpertsSpec | None = None
+
+    def sampling_by(self, **changes: float) -> "EmbeddedClient":
+        return replace(self, sampling=self.sampling.model_copy(update=changes))
+
+    async def sample_group(
+        self, uid: str, prompt_ids: Sequence[int], *, seeds: Sequence[int], enough: int | None = None
+    ) -> list[PartialAnswer]:
+        sampling = self.sampling
         requests = [
             GenerationRequest(
-                request_id=f"{number}/{answer}",
-                prompt=tuple(prompt.token_ids),
-                sampling=self._sampling(prompt.row, seed),
-                experts_from=None if generation.experts is None else 0,
+                request_id="",
+                prompt=tuple(prompt_ids),
+                sampling=SamplingParams(
+                    max_new_tokens=sampling.max_new_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    min_p=sampling.min_p,
+                    stop_token_ids=self.stop_token_ids,
+                    sampling_seed=seed,
+                ),
+                experts_from=None if self.experts is None else 0,
             )
-            for number, prompt in enumerate(prompts)
-            for answer, seed in enumerate(prompt.seeds.of_group(generation.group_size))
+            for seed in seeds
         ]
-        running = generation.max_running_requests
-        outputs = generate_all(decoder, requests, batch_size=running, seed=self._seed, version=version)
-        size = generation.group_size
-        return [
-            [self._as_answer(output) for output in outputs[start : start + size]]
-            for start in range(0, len(outputs), size)
-        ]
+        return [self._as_answer(output) for output in await self.batch.ask(requests)][:enough]
 
-    def _temperature(self, row: DatasetRow) -> float:
-        return self._generation.sampling.temperature if row.temperature is None else row.temperature
-
-    def _sampling(self, row: DatasetRow, seed: int) -> SamplingParams:
-        sampling = self._generation.sampling
-        return SamplingParams(
-            max_new_tokens=sampling.max_new_tokens,
-            temperature=self._temperature(row),
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            stop_token_ids=frozenset(self._stop_token_ids),
-            sampling_seed=seed,
-        )
-
-    def _as_answer(self, output: RequestOutput) -> PartialAnswer | None:
-        if isinstance(output.finish_reason, AbortFinish):  # of a batch that nobody aborts: no finite number to draw by
-            return None
+    def _as_answer(self, output: RequestOutput) -> PartialAnswer:
+        if isinstance(output.finish_reason, AbortFinish):  # nobody aborts a request of such a batch but the engine
+            raise RequestRefusedError(output.finish_reason.message, kind=NOT_FINITE)
         answer = PartialAnswer(
-            max_new_tokens=self._generation.sampling.max_new_tokens,
+            max_new_tokens=self.sampling.max_new_tokens,
             output_ids=list(output.output_ids),
             logprobs=list(output.output_logprobs),
             spans=list(output.weight_versions),
             stopped=isinstance(output.finish_reason, StopFinish),
         )
-        if cut := stopper(self._prompts.tokenizer, self._generation.sampling.stop):
+        if cut := stopper(self.tokenizer, self.sampling.stop):
             cut(answer)
-        if self._generation.experts is not None and output.experts is not None:
+        if self.experts is not None and output.experts is not None:
             rows = output.experts[: len(output.prompt) + len(answer.output_ids) - 1]
-            answer.experts = AnswerExperts(self._generation.experts, output.prompt)
-            answer.experts.append(rows[:, list(self._generation.experts.expert_layers)])
+            answer.experts = AnswerExperts(self.experts, output.prompt)
+            answer.experts.append(rows[:, list(self.experts.expert_layers)])
         return answer
 
-    async def _judge_all(
-        self, prompts: Sequence[_Prompt], groups: Sequence[list[PartialAnswer | None]], *, version: str
-    ) -> list[Generated]:
-        judged = [self._judged(*one, version=version) for one in zip(prompts, groups, strict=True)]
-        return list(await asyncio.gather(*judged))
 
-    async def _judged(self, prompt: _Prompt, group: list[PartialAnswer | None], *, version: str) -> Generated:
-        answers = [answer for answer in group if answer is not None]
-        if len(answers) < len(group):
-            return prompt.dropped(NOT_FINITE, version=version)
-        try:
-            rewards = await self._judge.judge(prompt.row.fields, [answer.output_ids for answer in answers])
-        except RewardFailedError as error:
-            return prompt.dropped(REWARD_ERROR, version=version, cause=str(error))
-        judged = judged_answers([Branch.of(prompt.token_ids, answer) for answer in answers], rewards)
-        parts = self._reward.reward
-        sample = make_sample(
-            prompt.uid,
-            judged,
-            experts=self._generation.experts,
-            parts=told_parts(parts),
-            remarks_bytes=remarks_size(parts),
-            teacher_prompt=prompt.teacher_prompt,
-            temperature=self._temperature(prompt.row) if self._says_temperature else None,
+class Generator:
+    """Makes the groups of a model worker, and has their answers judged.
+
+    Raises:
+        ValueError: if the dataset has changed since it was submitted, or a held-out prompt is too long.
+    """
+
+    def __init__(
+        self,
+        spec: ModelWorkerSpec,
+        store: DataStore,
+        *,
+        seed: int,
+        secrets: Sequence[Path],
+        evaluates: bool,
+        record: Record = unrecorded,
+    ) -> None:
+        """
+        Args:
+            evaluates: whether held-out problems are answered here.
+            store: gets the samples.
+            secrets: folders that a reward is kept from.
+            record: has how long rewards took.
+        """
+        self._store, self._seed, self._batch, self._evaluation = store, seed, _Batch(), spec.evaluation
+        # A worker that only evaluates has no prompts of its own, and so takes the settings of the held-out ones.
+        generation = spec.generation or GenerationSpec(sampling=SamplingConfig(), group_size=1, max_running_requests=1)
+        dataset = spec.dataset if spec.generation else None
+        config = dataset.config if dataset else spec.evaluation.dataset if spec.evaluation else None
+        assert config is not None, "the plan has a call that answers prompts, and no rows to take them from"
+        prompts = PromptEncoder(spec.tokenizer, config.chat_template_kwargs)
+        rows = Dataset.planned(dataset) if dataset else {}
+        self._max_running_requests = generation.max_running_requests
+        client = EmbeddedClient(
+            self._batch,
+            prompts.tokenizer,
+            sampling=generation.sampling,
+            stop_token_ids=frozenset(eos_token_ids(spec.tokenizer)),
+            experts=generation.experts,
         )
-        return prompt.answered(sample, version=version, statistics=group_statistics(judged))
+        ends = prompts.answer_ends
+        self._judge = RewardJudge(spec.reward, prompts.tokenizer, stop_token_ids=ends, hidden=secrets, record=record)
+        reward = {name: getattr(spec.reward, name) for name in RewardConfig.model_fields}
+        self._groups = GroupMaker(
+            self._judge,
+            client,
+            prompts,
+            None,
+            rows=rows,
+            config=RolloutConfig(**reward, sampling=generation.sampling),
+            group_size=generation.group_size,
+            max_prompt_tokens=config.max_prompt_tokens,
+            num_prompts=len(rows),
+            takes_temperatures=config.names_temperatures,
+            teacher_prompt_tokens=generation.teacher_prompt_tokens,
+        )
+        self._held_out: dict[str, Dataset] = {}
+        if evaluates and spec.evaluation is not None:
+            for name, held_out in spec.evaluation.datasets.items():
+                self._held_out[name] = Dataset.open(held_out, kind="prompts")
+                checked_prompts(self._held_out[name].values(), prompts, held_out)
+            asks = replace(client, sampling=spec.evaluation.sampling, experts=None)
+            self._problems = HeldOutProblems(spec.evaluation, self._held_out, self._groups, asks, seed=seed)
+
+    def close(self) -> None:
+        """End the processes of the reward."""
+        self._judge.close()
+
+    def generate(self, model: nn.Module, request: Generate, *, context: ParallelContext) -> list[SampleMetadata]:
+        """Answer prompts, and keep the groups of this data-parallel rank; every rank that holds a part of the model
+        calls it, also without prompts."""
+        version, made = request.version, list[Made | PromptFailedError]()
+        step = PolicyVersion.parse(version).step
+        asked = list(zip(request.uids, request.orders, request.tries, strict=True)) if context.is_dp_head else []
+        self._groups.has_judged |= step > 0
+        with self._batch.answering_by(model, version=version, size=self._max_running_requests):
+            seeds = {uid: AnswerSeeds(self._seed, uid, step, tries) for uid, _, tries in asked}
+            made = asyncio.run(self._groups.make([(uid, split_uid(uid)[1], seeds[uid]) for uid, _, _ in asked]))
+        described = []
+        for (uid, order, _), one in zip(asked, made, strict=True):
+            if isinstance(one, PromptFailedError):
+                reason, told = one.reason, dict(one.statistics)
+                described.append(SampleMetadata(uid, (), [], (version,), order, dropped_because=reason, scalars=told))
+            else:
+                self._store.put(one.sample)
+                keys, lengths = tuple(one.sample.seqlens), one.sample.answer_lengths()
+                scalars = dict(one.statistics)
+                described.append(SampleMetadata(uid, keys, lengths, (version,), order, scalars=scalars))
+        return described
+
+    def evaluate(self, model: nn.Module, *, context: ParallelContext, batch_size: int) -> StatsReply:
+        """The `means` over the answers of all ranks, which answer `batch_size` problems at a time together; a
+        collective."""
+        config, sums, failures = self._evaluation, dict[str, dict[str, float]](), dict[str, str]()
+        assert config is not None, "the plan has a call that evaluates, and no held-out problems"
+        votes = None if config.vote is None else list[str]()
+        nothing = dict.fromkeys(sums_of([], [], asked=config.answers_per_problem, votes=votes), 0.0)
+        share = slice(context.dp_rank, None, context.mesh.dims.dp)
+        with self._batch.answering_by(model, version="", size=-(-batch_size // context.mesh.dims.dp)):
+            for name, rows in self._held_out.items():
+                row_ids = list(rows)[share] if context.is_dp_head else []
+                asked = (self._problems.answer(HeldOutProblem(0, "", name, row_id)) for row_id in row_ids)
+                answered: list[Answered] = asyncio.run(all_or_first_error(*asked))
+                # All ranks add up the same names, though the answers of one may not say which are right.
+                sums[name] = context.sum_over_mesh(reduce(added, (one.sums for one in answered), nothing))
+                if failure := next((one.failure for one in answered if one.failure), ""):
+                    failures[name] = failure
+        unjudged = {name: unjudged_text(name, sums[name], failure) for name, failure in failures.items()}
+        return StatsReply(stats=means_by_set(sums), unjudged=unjudged)

@@ -1,11 +1,11 @@
 """The models of one rank, and the calls that run on them.
 
     Initialize ──► weights, optimizer state ──► RoleModel of each role that this rank holds
-    Generate   ──► prompts of this rank ──► Generator on the model of the call ──► answers, into the store
+    Generate   ──► prompts of this rank ──► Generator by the model of the call ──► answers, into the store
     Inference  ──► inputs of this rank ──► RoleModel ──► output keys, into the store
     TrainStep  ──► inputs of this rank ──► RoleModel ──► statistics
     Reallocate ──► weights of one model into another           Offload ──► one model to the host
-    Evaluate   ──► RoleModel on inputs of this rank, or Evaluator on its own problems ──► statistics
+    Evaluate   ──► RoleModel on inputs of this rank, or Generator on held-out problems ──► statistics
     SaveWeights, SaveCheckpoint ◄── engines
 
 All of them contain collectives of a mesh and are the main thread's; the ranks of a mesh run them in the same order.
@@ -25,7 +25,6 @@ import numpy.typing as npt
 import torch
 
 from corral.experiments.config.data import HELD_OUT_ANSWERS
-from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import ModelRoleSpec, ModelWorkerSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, parse_model_name
 from corral.workers.algorithms.base import ModelInterface, check_call
@@ -38,7 +37,6 @@ from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.train_state import StateShard
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.evaluation.held_out import Evaluator
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.model.data_store import DataStore
@@ -59,7 +57,6 @@ from corral.workers.requests.messages import (
     TrainStep,
     WrittenReply,
 )
-from corral.workers.rollout.judging import RewardJudge
 
 if TYPE_CHECKING:
     from corral.workers.backends.megatron.engine import MegatronEngine
@@ -289,30 +286,17 @@ class Models:
         self._models = {
             role.model_name: RoleModel(role, spec, _place(contexts, role), seed=seed, kept=kept) for role in spec.roles
         }
-        evaluating = [
-            call for call in spec.calls if call.implementation == HELD_OUT_ANSWERS and call.model_name in self._models
-        ]
+        here = [call for call in spec.calls if call.model_name in self._models]
+        evaluates = any(call.implementation == HELD_OUT_ANSWERS for call in here)
         self._generator: Generator | None = None
-        self._evaluators: dict[str, Evaluator] = {}
-        self._judge: RewardJudge | None = None
-        if not spec.generation and not evaluating:
-            return
-        with _blamed_on_the_plan():
-            prompts = PromptEncoder(spec.tokenizer)
-            judge = self._judge = RewardJudge(
-                spec.reward, prompts.tokenizer, stop_token_ids=prompts.answer_ends, hidden=secrets
-            )
-            if spec.generation:
-                self._generator = Generator(spec, spec.generation, judge=judge, seed=seed, record=record)
-            for call in evaluating:
-                assert spec.evaluation is not None, "the plan has a call that evaluates, and no held-out problems"
-                context = self._models[call.model_name].context
-                self._evaluators[call.name] = Evaluator(spec.evaluation, spec.tokenizer, judge, context=context)
+        if evaluates or any(call.call_type is CallType.GENERATE for call in here):
+            with _blamed_on_the_plan():
+                self._generator = Generator(spec, store, seed=seed, secrets=secrets, evaluates=evaluates, record=record)
 
     def close(self) -> None:
         """End the processes of the reward."""
-        if self._judge is not None:
-            self._judge.close()
+        if self._generator is not None:
+            self._generator.close()
 
     def initialize(self, request: Initialize, *, on_progress: Callable[[], None]) -> dict[str, LoadedModel]:
         """Load weights and optimizer state; a model that is not trained keeps its weights, once it has them.
@@ -339,16 +323,9 @@ class Models:
 
     def generate(self, request: Generate) -> list[SampleMetadata]:
         """Answer prompts, and keep what a data-parallel head has made of its share."""
-        call = self._calls[request.mfc]
-        model = self._models[call.model_name]
-        assert self._generator is not None, f"call {call.name} generates, and the plan does not say how"
-        made = self._generator.generate(model.engine.model, request)
-        if not model.context.is_dp_head:
-            return []
-        for generated in made:
-            if generated.sample is not None:
-                self._store.put(generated.sample)
-        return [generated.described for generated in made]
+        model = self._models[self._calls[request.mfc].model_name]
+        assert self._generator is not None
+        return self._generator.generate(model.engine.model, request, context=model.context)
 
     def inference(self, request: Inference) -> None:
         """Compute a call's output keys and keep them beside its inputs."""
@@ -369,8 +346,9 @@ class Models:
         """What the call's model makes of held-out rows, of those named or of problems of its own."""
         call = self._calls[request.mfc]
         model = self._models[call.model_name]
-        if call.name in self._evaluators:
-            return self._evaluators[call.name].evaluate(model.engine.model, batch_size=call.n_seqs)
+        if call.implementation == HELD_OUT_ANSWERS:
+            assert self._generator is not None
+            return self._generator.evaluate(model.engine.model, context=model.context, batch_size=call.n_seqs)
         return StatsReply(stats=model.evaluate(call, self._inputs(call, request.uids)))
 
     def reallocate(self, request: Reallocate) -> None:

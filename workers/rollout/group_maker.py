@@ -1,6 +1,6 @@
 """GroupMaker: one prompt becomes one judged group that a train step can use, or the reason why it cannot.
 
-    row ──encode──┬─ single turn ──► generation servers ──► answers ──► judge ──┬──► group ─teachers─► sample
+    row ──encode──┬─ single turn ──► AnswerClient ──► answers ──► judge ────────┬──► group ─teachers─► sample
                   └─ agent of one's own ──► EpisodePlayer, n at a time ──► judge┘
                       │ an episode failed
                       ├── again, `rollout.reward_retries` times
@@ -10,6 +10,7 @@
                       └── UserCodeError: and none was ever judged: the code is
 
 What rewards and agents do wrong ends in one of these; what others are to blame for (servers, streams) passes through.
+The client asks generation servers (GenerationClient), or a model in this process (EmbeddedClient of a model worker).
 """
 
 import asyncio
@@ -20,19 +21,28 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol
 
-from corral.experiments.config.rollout import SINGLE_TURN, RolloutConfig, functions_of, remarks_size, told_parts
-from corral.experiments.datasets.row_parser import DatasetRow, RowError
-from corral.experiments.errors import split_remedy
+from corral.experiments.config.rollout import (
+    SINGLE_TURN,
+    RolloutConfig,
+    SamplingConfig,
+    functions_of,
+    remarks_size,
+    told_parts,
+)
+from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import Prompt, PromptEncoder
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.experiments.trial.spans import Span
+from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.workers.data.answer_seed import AnswerSeeds
-from corral.workers.data.prompts import GROUP_REWARD
+from corral.workers.data.prompts import BAD_ROW, GROUP_REWARD
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.side_numbers import finite_means
 from corral.workers.data.teacher_prompts import padded_prompt
 from corral.workers.episodes.log import Branch, Segment
+from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.stream_events import NOT_FINITE
 from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics, make_sample
 from corral.workers.episodes.turn_request import SERVER_ERROR, RequestRefusedError
@@ -48,7 +58,7 @@ from corral.workers.rollout.judging import (
     judged_answers,
 )
 from corral.workers.rollout.served_teachers import ServedTeachers, TeacherFailedError
-from corral.workers.streams.closing import cancel
+from corral.workers.streams.closing import all_or_first_error, cancel
 from corral.workers.user_code.trials import Judged
 
 logger = logging.getLogger(__name__)
@@ -56,40 +66,83 @@ logger = logging.getLogger(__name__)
 _LIMITS = ("length", "turns", "time")  # of an episode
 
 
-class PromptFailedError(RuntimeError):
-    """A prompt is given up, or nothing is learned from it; its text begins with why, as the ledger has it."""
+_MAX_REASON_LENGTH = 500  # of a dropped prompt, in the ledger
+_REWARD_ERROR: Final = "reward_error"
+_TEACHER_ERROR: Final = "teacher_error"
 
-    def __init__(
-        self, message: str, *, statistics: Mapping[str, float] = MappingProxyType({}), is_of_servers: bool = False
-    ) -> None:
-        super().__init__(message)
-        self.statistics = statistics
-        """Of its answers, if they were judged."""
-        self.is_of_servers = is_of_servers
-        """Whether generation servers failed at it, and no code of the user's."""
+
+class AnswerClient(Protocol):
+    """Samples the answers of groups."""
+
+    @property
+    def sampling(self) -> SamplingConfig: ...
+
+    @property
+    def experts(self) -> RoutedExpertsSpec | None:
+        """Of a mixture, if answers say which experts computed each token."""
+
+    def sampling_by(self, **changes: float) -> "AnswerClient":
+        """The same client with some settings of `sampling` changed."""
+
+    async def sample_group(
+        self, uid: str, prompt_ids: Sequence[int], *, seeds: Sequence[int], enough: int | None = None
+    ) -> list[PartialAnswer]:
+        """One finished answer for each of `seeds`, or the first `enough` that are finished, in the order of `seeds`.
+
+        Raises:
+            RequestRefusedError: if the prompt cannot be answered.
+        """
+
+
+class PromptFailedError(RuntimeError):
+    """A prompt is given up, or nothing is learned from it.
+
+    Args:
+        kind: why, as it is counted: bad_row, reward_error, agent_error, server_error, not_finite, filtered, ...
+        statistics: of its answers, if they were judged.
+    """
+
+    def __init__(self, kind: str, message: object, *, statistics: Mapping[str, float] = MappingProxyType({})) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.statistics = kind, statistics
+
+    @property
+    def reason(self) -> str:
+        """As the ledger has it."""
+        return str(self)[:_MAX_REASON_LENGTH]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """The judged episodes of one prompt."""
 
+    row: DatasetRow
     episodes: Sequence[JudgedEpisode]
+    teacher_prompt: Sequence[int]
+    """Ids that teachers read in the prompt's place; none of episodes, which begin as they will."""
     num_failed: int = 0
     """Others that failed, and could be spared."""
-    teacher_prompt: Sequence[int] = ()
-    """Ids that teachers read in the prompt's place; none of episodes, which begin as they will."""
+
+
+class Made(NamedTuple):
+    """What the trainer gets of one prompt."""
+
+    episodes: Sequence[JudgedEpisode]
+    sample: SequenceSample
+    statistics: Mapping[str, float]
 
 
 @dataclass(slots=True)
 class GroupMaker:
-    """Makes the groups of one rollout worker, many at a time."""
+    """Makes the groups of one worker, many at a time."""
 
     judge: RewardJudge
-    client: GenerationClient
+    client: AnswerClient
     prompts: PromptEncoder
     player: EpisodePlayer | None
     """None where the agent is the single turn, which needs none."""
     _: KW_ONLY
+    rows: Mapping[str, DatasetRow]
     config: RolloutConfig
     group_size: int
     max_prompt_tokens: int
@@ -99,60 +152,63 @@ class GroupMaker:
     """Whether a prompt of the trial was ever judged."""
     says_reward: bool = False
     """Whether the next prompts follow from the rewards of these."""
-    says_temperature: bool = False
-    """Whether samples say what their answers were sampled with, since rows may."""
+    takes_temperatures: bool = False
+    """Whether rows may say with which temperature they are sampled, and samples say it."""
     teachers: ServedTeachers | None = None
     """Outside of the trial, where there are such."""
     teacher_prompt_tokens: int = 0
     """Longest prompt of teachers' own that samples carry; 0: they carry none."""
     _failed_in_a_row: int = field(default=0, init=False)
 
-    async def make(
-        self, uid: str, row: DatasetRow, seeds: AnswerSeeds
-    ) -> tuple[Sequence[JudgedEpisode], SequenceSample, Mapping[str, float]]:
-        """The group of one prompt, with its statistics.
+    async def make(self, prompts: Sequence[tuple[str, str, AnswerSeeds]]) -> list["Made | PromptFailedError"]:
+        """The groups of prompts, all made at the same time; a PromptFailedError in place of a prompt that is dropped.
+
+        Args:
+            prompts: uid, name of the row and seeds of each. Failures in a row are counted in their order.
 
         Raises:
-            PromptFailedError, RowError: the prompt is to be dropped and counted.
             UserCodeError, PromptsFailError, RewardHostError, AgentHostError: the worker has to end.
         """
+        made = await all_or_first_error(*(self._made(*prompt) for prompt in prompts))
+        for (uid, _, _), one in zip(prompts, made, strict=True):
+            if isinstance(one, Made) or one.kind == DROPPED_AS_FILTERED:
+                self._failed_in_a_row, self.has_judged = 0, True
+            elif one.kind != BAD_ROW:
+                self._failed_in_a_row += 1
+                logger.warning("prompt %s failed: %s", uid, one, exc_info=one.__cause__)
+                if self._failed_in_a_row >= min(MOST_FAILED_IN_A_ROW, self.num_prompts):
+                    what = f"{self._failed_in_a_row} prompts in a row failed, the last one with {one}"
+                    is_of_servers = one.kind in (SERVER_ERROR, NOT_FINITE)
+                    raise PromptsFailError(what) if is_of_servers else self._all_fail(what) from one.__cause__
+        return made
+
+    async def _made(self, uid: str, row_id: str, seeds: AnswerSeeds) -> "Made | PromptFailedError":
         try:
-            group = await self.attempt(uid, row, seeds)
-            rewards = [episode.total for episode in group.episodes]
-            sample: SequenceSample | None = None
-            statistics: dict[str, float] = {}
-            if not self.config.drop_uniform_groups or len(set(rewards)) > 1:
-                sample, statistics = await self._sample(uid, row, group)
+            group = await self.attempt(uid, row_id, seeds)
+            episodes, source = group.episodes, group.row.source
+            rewards = [episode.total for episode in episodes]
+            mean = math.fsum(rewards) / len(rewards)
+            told = {GROUP_REWARD: mean} if self.says_reward else {}
+            if self.config.drop_uniform_groups and len(set(rewards)) == 1:
+                text = f"the rewards of all {len(rewards)} answers are {rewards[0]:g}"
+                return PromptFailedError(DROPPED_AS_FILTERED, text, statistics=told)
+            sample, statistics = await self._sample(uid, group)
         except PromptFailedError as error:
-            self._failed_in_a_row += 1
             if self.player is not None:
                 await self.player.forget(uid)
-            logger.warning("prompt %s failed: %s", uid, error, exc_info=error.__cause__)
-            if self._failed_in_a_row >= min(MOST_FAILED_IN_A_ROW, self.num_prompts):
-                what = f"{self._failed_in_a_row} prompts in a row failed, the last one with {error}"
-                raise PromptsFailError(what) if error.is_of_servers else self._all_fail(what) from error.__cause__
-            raise
-        self._failed_in_a_row = 0
-        self.has_judged = True
-        mean = math.fsum(rewards) / len(rewards)
-        told = {GROUP_REWARD: mean} if self.says_reward else {}
-        if sample is None:
-            raise PromptFailedError(
-                f"{DROPPED_AS_FILTERED}: the rewards of all {len(rewards)} answers are {rewards[0]:g}", statistics=told
-            )
-        if row.source:
-            tokens = sum(len(answer.output_ids) for episode in group.episodes for answer in episode.answers)
+            return error
+        if source:
+            tokens = sum(len(answer.output_ids) for episode in episodes for answer in episode.answers)
             statistics |= {
-                f"reward/source/{row.source}": mean,
-                f"response_length/source/{row.source}": tokens / len(rewards),
-                f"no_eos_fraction/source/{row.source}": float(sample.data["seq_no_eos_mask"].mean()),
+                f"reward/source/{source}": mean,
+                f"response_length/source/{source}": tokens / len(rewards),
+                f"no_eos_fraction/source/{source}": float(sample.data["seq_no_eos_mask"].mean()),
             }
-        return group.episodes, sample, told | statistics
+        return Made(episodes, sample, told | statistics)
 
-    async def _sample(self, uid: str, row: DatasetRow, group: Group) -> tuple[SequenceSample, dict[str, float]]:
+    async def _sample(self, uid: str, group: Group) -> tuple[SequenceSample, dict[str, float]]:
         """What the trainer gets of a group, with what teachers outside of the trial say of it."""
-        says_episodes = self.player is not None
-        size = self.teacher_prompt_tokens
+        says_episodes, row, size = self.player is not None, group.row, self.teacher_prompt_tokens
         sample = make_sample(
             uid,
             group.episodes,
@@ -161,7 +217,7 @@ class GroupMaker:
             remarks_bytes=remarks_size(self.config.reward, of_episodes=says_episodes),
             teacher_prompt=padded_prompt(group.teacher_prompt, size) if size else None,
             says_episodes=says_episodes,
-            temperature=(row.temperature or self.client.sampling.temperature) if self.says_temperature else None,
+            temperature=(row.temperature or self.client.sampling.temperature) if self.takes_temperatures else None,
         )
         statistics = group_statistics(group.episodes) | (statistics_of(group) if says_episodes else {})
         if self.teachers is None:
@@ -169,7 +225,7 @@ class GroupMaker:
         try:
             taught = await self.teachers.judge(sample, source=row.source, prompt_ids=group.teacher_prompt)
         except TeacherFailedError as error:
-            raise PromptFailedError(f"teacher_error: {error}") from error
+            raise PromptFailedError(_TEACHER_ERROR, error) from error
         except EndpointDownError as error:
             raise PromptsFailError(f"the teacher is away: {error}") from error
         return taught[0], statistics | taught[1]
@@ -182,48 +238,43 @@ class GroupMaker:
             return PromptsFailError(what)
         return UserCodeError(f"{what}, in the folder `code` of the trial if it is your own, and rl-submit --resume it")
 
-    async def attempt(self, uid: str, row: DatasetRow, seeds: AnswerSeeds) -> Group:
-        """As `make`, but nothing follows from how many prompts fail in a row."""
+    async def attempt(self, uid: str, row_id: str, seeds: AnswerSeeds) -> Group:
+        """The judged answers of one prompt; nothing follows from how many prompts fail in a row.
+
+        Raises:
+            PromptFailedError: the prompt is dropped and counted.
+            UserCodeError, RewardHostError, AgentHostError: the worker has to end.
+        """
         try:
+            row = self.rows[row_id]
             prompt_ids, shown = self._ids(row, row.prompt), self._shown(row)
-            told = prompt_ids if row.teacher_prompt is row.prompt else self._ids(row, row.teacher_prompt)
+            teacher_prompt = prompt_ids if row.teacher_prompt is row.prompt else self._ids(row, row.teacher_prompt)
         except ValueError as error:
-            raise RowError(*split_remedy(str(error))) from error
+            raise PromptFailedError(BAD_ROW, error) from error
+        # Sampled as the row says, and as long as the answers of its step may be.
+        own = {} if row.temperature is None or not self.takes_temperatures else {"temperature": row.temperature}
+        client = self.client.sampling_by(max_new_tokens=self.config.longest_answer(1 + seeds.step), **own)
         try:
             if self.player is None:
-                answers = await self._answers(uid, row, prompt_ids, shown, seeds)
-                return Group(answers, teacher_prompt=told)
-            group = await self._episodes(self.player, uid, row, prompt_ids, seeds)
+                # All are asked for and judged at the same time; what is shown stands behind what was made.
+                num_made = self.group_size - len(shown)
+                numbers = seeds.of_group(num_made + self.config.spare_answers)
+                answers = await client.sample_group(uid, prompt_ids, seeds=numbers, enough=num_made)
+                outputs = [answer.output_ids for answer in answers] + [branch.segments[-1].ids for branch in shown]
+                judged = await self.judge.judge(row.fields, outputs)
+                branches = [*(Branch.of(prompt_ids, answer) for answer in answers), *shown]
+                return Group(row, judged_answers(branches, judged), teacher_prompt)
+            assert isinstance(client, GenerationClient), "agents ask generation servers"
+            episodes, num_failed = await self._episodes(self.player, client, uid, row, prompt_ids, seeds)
             await self.player.forget(uid)
-            return group
+            return Group(row, episodes, (), num_failed)
         except RewardFailedError as error:
-            raise PromptFailedError(f"reward_error: {error}") from error
-        except RequestRefusedError as error:
-            is_of_servers = error.kind in (SERVER_ERROR, NOT_FINITE)
-            raise PromptFailedError(f"{error.kind}: {error}", is_of_servers=is_of_servers) from error
-        except AgentFailedError as error:
-            raise PromptFailedError(f"{error.kind}: {error}") from error
+            raise PromptFailedError(_REWARD_ERROR, error) from error
+        except (AgentFailedError, RequestRefusedError) as error:
+            raise PromptFailedError(error.kind, error) from error
 
     def _ids(self, row: DatasetRow, prompt: Prompt) -> list[int]:
         return self.prompts.encode_within(self.max_prompt_tokens, prompt, tools=row.tools)
-
-    def _client_of(self, row: DatasetRow, step: int) -> GenerationClient:
-        """Who asks for answers, sampled as the row says and as long as those of its step may be."""
-        own = {} if row.temperature is None else {"temperature": row.temperature}
-        longest = self.config.longest_answer(1 + step)
-        return self.client.sampling_by(max_new_tokens=longest, **own)
-
-    async def _answers(
-        self, uid: str, row: DatasetRow, prompt_ids: Sequence[int], shown: Sequence[Branch], seeds: AnswerSeeds
-    ) -> list[JudgedEpisode]:
-        """The single turn: asked once, all judged at the same time, with what was shown behind what was made."""
-        num_made = self.group_size - len(shown)
-        numbers = seeds.of_group(num_made + self.config.spare_answers)
-        answers = await self._client_of(row, seeds.step).sample_group(uid, prompt_ids, seeds=numbers, enough=num_made)
-        outputs = [answer.output_ids for answer in answers] + [branch.segments[-1].ids for branch in shown]
-        judged = await self.judge.judge(row.fields, outputs)
-        branches = [*(Branch.of(prompt_ids, answer) for answer in answers), *shown]
-        return judged_answers(branches, judged)
 
     def _shown(self, row: DatasetRow) -> list[Branch]:
         """The row's own answer, if it has one that fits, and the policy makes another to compare it with."""
@@ -239,14 +290,20 @@ class GroupMaker:
         return [Branch([Segment(ids[:start]), Segment(ids[start:end], is_trained=True)])]
 
     async def _episodes(
-        self, player: EpisodePlayer, uid: str, row: DatasetRow, prompt_ids: Sequence[int], seeds: AnswerSeeds
-    ) -> Group:
-        """As many as end first, in the order of their numbers; the others are given up. One that fails is one of these,
-        as long as there are enough without it.
+        self,
+        player: EpisodePlayer,
+        client: GenerationClient,
+        uid: str,
+        row: DatasetRow,
+        prompt_ids: Sequence[int],
+        seeds: AnswerSeeds,
+    ) -> tuple[list[JudgedEpisode], int]:
+        """As many as end first, in the order of their numbers, and how many have failed; the others are given up. One
+        that fails is one of these, as long as there are enough without it.
         """
 
         async def episode(number: int) -> tuple[int, Played, Judged]:
-            played = await self._episode(player, uid, row, prompt_ids, seeds, number=number)
+            played = await self._episode(player, client, uid, row, prompt_ids, seeds, number=number)
             if self.judge.takes_groups:
                 return number, played, Judged(math.nan)
             if played.done.reward is not None:
@@ -273,12 +330,12 @@ class GroupMaker:
         rewards = [reward for _, _, reward in ended]
         if self.judge.takes_groups:
             rewards = await self.judge.judge_episodes(row.fields, [played.transcript for _, played, _ in ended])
-        judged = [played.judged(reward) for (_, played, _), reward in zip(ended, rewards, strict=True)]
-        return Group(judged, num_failed)
+        return [played.judged(reward) for (_, played, _), reward in zip(ended, rewards, strict=True)], num_failed
 
     async def _episode(
         self,
         player: EpisodePlayer,
+        client: GenerationClient,
         uid: str,
         row: DatasetRow,
         prompt_ids: Sequence[int],
@@ -297,16 +354,8 @@ class GroupMaker:
 
             started = time.monotonic()
             try:
-                played = await player.play(
-                    uid,
-                    row,
-                    prompt_ids,
-                    number=number,
-                    client=self._client_of(row, seeds.step),
-                    seed_of=seed_of,
-                )
-                span = Span(lane="episodes", name="episode", start_s=started, end_s=time.monotonic(), about=uid)
-                self.client.record(span)
+                played = await player.play(uid, row, prompt_ids, number=number, client=client, seed_of=seed_of)
+                client.record(Span(lane="episodes", name="episode", start_s=started, end_s=time.monotonic(), about=uid))
                 return played
             except AgentFailedError as error:
                 if error.kind != "agent_error" or attempt == self.config.reward_retries:

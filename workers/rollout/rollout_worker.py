@@ -22,6 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,6 @@ import msgspec
 
 from corral.experiments.config.rollout import RewardConfig
 from corral.experiments.datasets.dataset import Dataset
-from corral.experiments.datasets.row_parser import RowError
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.prompts.tokens import eos_token_ids
 from corral.experiments.trial.spans import Span
@@ -37,7 +37,7 @@ from corral.experiments.trial.worker_record import MANAGER
 from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.workers.checkpoint.checkpoint import CommittedLedger
 from corral.workers.data.answer_seed import AnswerSeeds
-from corral.workers.data.prompts import BAD_ROW, split_uid
+from corral.workers.data.prompts import split_uid
 from corral.workers.delivery.messages import (
     UNTIL_A_COMMIT,
     TrajectoryHeader,
@@ -86,7 +86,6 @@ _LONGEST_BLINDNESS_S = 300.0  # of receivers and commits, should news of them be
 _SENDER_LOOK_S = 1.0
 _SLOW_ANSWER_S = 1.0  # a manager answers within milliseconds what it lets nobody wait for
 _MAX_CONNECTIONS = 0  # no limit: one for each answer under way, whose server would seem silent while it waits for one
-_MAX_REASON_LENGTH = 500  # of a dropped prompt, in the ledger
 
 
 class RolloutWorker(Worker):
@@ -195,19 +194,21 @@ class RolloutWorker(Worker):
                 journal=TurnJournal(context.trial.turns_path if keeps_on_disk else None),
                 has_played=has_judged,
             ),
+            rows=self._rows,
             config=spec.rollout,
             group_size=spec.group_size,
             max_prompt_tokens=spec.dataset.config.max_prompt_tokens,
             num_prompts=max(1, len(self._rows) // spec.num_rollout_workers),
             has_judged=has_judged,
             says_reward=spec.dataset.config.sampler is not None,
-            says_temperature=spec.dataset.config.names_temperatures,
+            takes_temperatures=spec.dataset.config.names_temperatures,
             teachers=self._served_teachers(),
             teacher_prompt_tokens=spec.teacher_prompt_tokens,
         )
         if spec.held_out is not None:
-            rows, seed = self._held_out_rows, context.plan.seed
-            self._held_out = HeldOutProblems(spec.held_out.config, rows, self._groups, seed=seed)
+            config, rows = spec.held_out.config, self._held_out_rows
+            asks = replace(client, sampling=config.sampling, experts=None)
+            self._held_out = HeldOutProblems(config, rows, self._groups, asks, seed=context.plan.seed)
 
     def _served_teachers(self) -> ServedTeachers | None:
         if not (endpoints := self._spec.rollout.served_teachers):
@@ -276,25 +277,20 @@ class RolloutWorker(Worker):
         seeds = AnswerSeeds(self.context.plan.seed, uid, prompt.due_step, tries)
         routing = self._routing[uid] = {"routing/seconds": 0.0}
         header_of = partial(TrajectoryHeader, uid=delivery_id(uid, order), dataset_epoch=dataset_epoch, order=order)
-        try:
-            episodes, sample, statistics = await self._groups.make(uid, self._rows[row_id], seeds)
-        except (PromptFailedError, RowError) as error:
-            if isinstance(error, PromptFailedError):
-                reason, told = str(error), dict(error.statistics)
-            else:
-                reason, told = f"{BAD_ROW}: {error}", {}
-            header = header_of(num_answers=0, status="dropped", reason=reason[:_MAX_REASON_LENGTH], scalars=told)
-            await self._finish(uid, header, {})
+        [made] = await self._groups.make([(uid, row_id, seeds)])
+        if isinstance(made, PromptFailedError):
+            told = dict(made.statistics)
+            await self._finish(uid, header_of(num_answers=0, status="dropped", reason=made.reason, scalars=told), {})
             return
-        branches = [branch for episode in episodes for branch in episode.sequences()]
+        branches = [branch for episode in made.episodes for branch in episode.sequences()]
         header = header_of(
             num_answers=len(branches),
             status="finished",
-            seqlens={key: lengths[0] for key, lengths in sample.seqlens.items()},
+            seqlens={key: lengths[0] for key, lengths in made.sample.seqlens.items()},
             version_spans=[version_spans(branch) for branch in branches],
-            scalars=dict(statistics) | routing,
+            scalars=dict(made.statistics) | routing,
         )
-        await self._finish(uid, header, dict(sample.data))
+        await self._finish(uid, header, dict(made.sample.data))
 
     async def _answer(self, problem: HeldOutProblem) -> None:
         """One held-out problem, until the manager has heard what came out of it: till then it is said to be here."""

@@ -33,8 +33,8 @@ from corral.workers.backends.mesh_engine import MeshEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.data.teacher_prompts import padded_prompt
-from corral.workers.engine.batch import generate_greedily
 from tests.workers.backends.training_helpers import VOCAB_SIZE, make_sample, optimizer_config, score_loss, value_loss
+from tests.workers.engine.tiny_models import generate_greedily
 from tests.workers.some_samples import some_of
 
 NUM_STEPS = 4

@@ -21,8 +21,8 @@ from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.engine.batch import generate_greedily
 from tests.workers.backends.training_helpers import VOCAB_SIZE, make_sample, optimizer_config
+from tests.workers.engine.tiny_models import generate_greedily
 from tests.workers.some_samples import some_of
 
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12]]

@@ -30,7 +30,6 @@ from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.engine.batch import generate_greedily
 from tests.workers.backends.files.stored_states import whole_state
 from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.training_helpers import (
@@ -42,6 +41,7 @@ from tests.workers.backends.training_helpers import (
     value_loss,
 )
 from tests.workers.checkpoint.test_low_rank import by_a_loop
+from tests.workers.engine.tiny_models import generate_greedily
 from tests.workers.some_samples import some_of
 
 NUM_STEPS = 4
@@ -463,9 +463,7 @@ def test_ranks_that_generate_use_what_model_and_adapters_amount_to(model_directo
                 parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(len(name)))
     engine.save_weights(tmp_path)
     with torch.no_grad():
-        answers = generate_greedily(
-            engine.model.eval(), [[3, 5, 7], [9]], max_new_tokens=12, stop_token_ids=frozenset(), batch_size=2
-        )
+        answers = generate_greedily(engine.model.eval(), [[3, 5, 7], [9]], max_new_tokens=12)
     adapter = read_adapter(tmp_path)
     base = {
         name: tensor.bfloat16().float() if f"{name[:-7]}.lora_A.weight" in adapter or "lm_head" in name else tensor

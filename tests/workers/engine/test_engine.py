@@ -9,7 +9,6 @@ import torch
 
 from corral.experiments.config.rollout import UpdateMode
 from corral.workers.engine import batch
-from corral.workers.engine.batch import generate_greedily
 from corral.workers.engine.decoder import UnsupportedModelError
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.requests import (
@@ -27,6 +26,7 @@ from tests.workers.engine.tiny_models import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
     add_tokenizer,
+    generate_greedily,
     load_reference,
     reference_greedy,
     reference_logprobs,

@@ -1,13 +1,18 @@
 """Tiny random models on disk, and what transformers says about them: the reference of the engine's tests."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from corral.workers.engine.batch import generate_all
+from corral.workers.engine.decoder import Decoder
+from corral.workers.engine.requests import GenerationRequest
+from corral.workers.engine.sampling import SamplingParams
 
 VOCAB_SIZE = 64
 CONTEXT_LENGTH = 4096
@@ -138,3 +143,17 @@ def reference_logprobs_over_cache(
 def _picked(logits: Tensor, token_ids: Sequence[int], *, temperature: float) -> Tensor:
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
     return logprobs.gather(-1, torch.tensor(list(token_ids)).unsqueeze(-1)).squeeze(-1)
+
+
+def generate_greedily(
+    model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, stop_token_ids: Collection[int] = ()
+) -> list[list[int]]:
+    """The engine's most likely continuations by a module that is loaded; a collective where its weights are sharded."""
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=0, stop_token_ids=frozenset(stop_token_ids))
+    with torch.no_grad():
+        decoder = Decoder(model)
+    requests = [
+        GenerationRequest(request_id=str(index), prompt=tuple(prompt), sampling=sampling)
+        for index, prompt in enumerate(prompts)
+    ]
+    return [list(output.output_ids) for output in generate_all(decoder, requests, batch_size=64)]

@@ -17,7 +17,9 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ from corral.experiments.datasets.dataset import Dataset, dataset_spec
 from corral.experiments.datasets.formats import name_of
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.prompts.row_prompts import PromptEncoder
-from corral.experiments.trial.directory import atomic_write, remove_file
+from corral.experiments.prompts.tokens import eos_token_ids
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, remove_file
 from corral.experiments.trial.evaluation import (
     EvaluationProgress,
     EvaluationRequest,
@@ -34,15 +37,28 @@ from corral.experiments.trial.evaluation import (
     read_result,
 )
 from corral.experiments.trial.login_shell import leave_login_shell
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.tether import die_with_parent
+from corral.experiments.trial.trust import Trust
 from corral.workers.data.held_out import MAJORITY, added, means, pass_at_k
 from corral.workers.data.prompts import checked_prompts
-from corral.workers.evaluation.serving import served_problems
+from corral.workers.generation.backend import ServerAccess
+from corral.workers.generation.generation_server import make_backend
 from corral.workers.lifecycle.worker import BadConfigurationError, WrongDevicesError
 from corral.workers.requests.manager_messages import HeldOutProblem
+from corral.workers.rollout.episode_player import open_player
+from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.group_maker import GroupMaker
+from corral.workers.rollout.held_out import HeldOutProblems
+from corral.workers.rollout.judging import RewardJudge
+from corral.workers.streams.https import open_session
 from corral.workers.user_code.loading import use_kept_code
 
 logger = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+_START_TIMEOUT_S = 1800.0  # SGLang reads weights of any size from a shared file system
+_MAX_CONNECTIONS = 1024
 
 
 async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult:
@@ -61,10 +77,67 @@ async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult
     if request.code is not None:
         use_kept_code(request.code, request.code_digests)
     progress = _read_progress(request)
-    rows = Dataset.open(request.evaluation.dataset, kind="prompts")
-    held_out = request.evaluation.dataset
-    checked_prompts(rows.values(), PromptEncoder(request.weights, held_out.chat_template_kwargs), held_out)
-    async with served_problems(request, rows, gpus=gpus) as (problems, ended):
+    config, rollout = request.evaluation, request.rollout
+    rows = Dataset.open(config.dataset, kind="prompts")
+    prompts = PromptEncoder(request.weights, config.dataset.chat_template_kwargs)
+    checked_prompts(rows.values(), prompts, config.dataset)
+
+    def check_gpus(visible: int) -> int:
+        if gpus > visible:
+            raise WrongDevicesError.of("the evaluation", kind="model_worker", planned=gpus, visible=visible)
+        return gpus
+
+    async with AsyncExitStack() as stack:
+        # A server of its own, with secrets of its own.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="corral-evaluation-"))) / "secrets"
+        secrets, trust = TrialSecrets.create(folder), Trust(folder)
+        access = ServerAccess(
+            address=_LOOPBACK, api_key=secrets.http_api_key, admin_key=secrets.http_admin_key, trust=trust
+        )
+        trials = (TrialDirectory(path).secrets_path for path in request.result.parents)  # the trial may run meanwhile
+        hidden = [folder, *(path for path in trials if path.is_dir())]
+        judge = RewardJudge(rollout, prompts.tokenizer, stop_token_ids=prompts.answer_ends, hidden=hidden)
+        stack.callback(judge.close)
+        judge.start()
+        backend = make_backend(
+            request.server,
+            access,
+            session=await stack.enter_async_context(open_session(trust.client())),
+            seed=request.seed,
+            log_path=request.result.with_suffix(".sglang.log"),
+            start_timeout_s=_START_TIMEOUT_S,
+            check_gpus=check_gpus,
+        )
+        stack.push_async_callback(backend.stop)
+        url = await backend.start()
+        ended = asyncio.ensure_future(backend.wait_ended())
+        stack.callback(ended.cancel)
+
+        async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str:
+            return url
+
+        headers = {"Authorization": f"Bearer {access.api_key.reveal()}"}
+        session = open_session(trust.client(), headers=headers, max_connections=_MAX_CONNECTIONS)
+        client = GenerationClient(
+            await stack.enter_async_context(session),
+            route,
+            sampling=config.sampling,
+            tokenizer=prompts.tokenizer,
+            stop_token_ids=eos_token_ids(request.weights),
+            first_token_timeout_s=rollout.first_token_timeout_s,
+            token_timeout_s=rollout.token_timeout_s,
+        )
+        groups = GroupMaker(
+            judge,
+            client,
+            prompts,
+            await open_player(stack, rollout, judge, prompts),
+            rows=rows,
+            config=rollout,
+            group_size=config.answers_per_problem,
+            max_prompt_tokens=config.dataset.max_prompt_tokens,
+        )
+        problems = HeldOutProblems(config, {"": rows}, groups, client, seed=request.seed)
         logger.info("evaluating step %d, problem %d of %d", request.step, progress.num_done, len(rows))
         while progress.num_done < len(rows):
             started_at = time.monotonic()
