@@ -23,7 +23,7 @@ from corral.experiments.worker_specs import HeldOutSpec
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.held_out import added
 from corral.workers.manager.routing import ServerTable
-from corral.workers.requests.manager_messages import Answered, Evaluate, Evaluation, HeldOutProblem
+from corral.workers.requests.manager_messages import Answered, EvaluateVersion, Evaluation, HeldOutProblem
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class HeldOutBook:
 
     Example:
         book = HeldOutBook({"": ["a", "b"]}, most_out=64)
-        book.begin(Evaluate(epoch=1, version="1.20"))
+        book.begin(EvaluateVersion(epoch=1, version="1.20"))
         problem = book.deal("rollout_worker/0")
         book.answered(problem, sums={"correct": 1.0}, versions=["1.20"])
         book.reply().num_done       # 1
@@ -42,7 +42,7 @@ class HeldOutBook:
     """By name of the data set."""
     most_out: int
     """At a time: what an evaluation may take of servers that answer for training, too."""
-    asked: Evaluate | None = None
+    asked: EvaluateVersion | None = None
     _open: dict[HeldOutProblem, None] = field(default_factory=dict)
     _out: dict[HeldOutProblem, str] = field(default_factory=dict)
     """The worker that has it."""
@@ -64,7 +64,7 @@ class HeldOutBook:
         is_wanted = self.asked is not None and self._open and len(self._out) < self.most_out
         return PolicyVersion.parse(self.asked.version) if self.asked and is_wanted else None
 
-    def begin(self, asked: Evaluate) -> bool:
+    def begin(self, asked: EvaluateVersion) -> bool:
         """Whether that is another evaluation than before; that of an earlier trainer epoch takes the place of none."""
         if asked == self.asked or (self.asked is not None and asked.epoch < self.asked.epoch):
             return False
@@ -141,7 +141,7 @@ class Evaluations:
         self.book = HeldOutBook(row_ids, most_out=0 if spec is None else spec.config.batch_size)
         self._has_ended = asyncio.Event()
 
-    async def evaluate(self, asked: Evaluate, *, on_begin: Callable[[], None], longest_s: float) -> Evaluation:
+    async def evaluate(self, asked: EvaluateVersion, *, on_begin: Callable[[], None], longest_s: float) -> Evaluation:
         """How far it is, once it is complete, or after so long."""
         if self.book.begin(asked):
             self._has_ended.clear()

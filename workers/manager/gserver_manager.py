@@ -2,7 +2,7 @@
 
     loop        consumes                             waits for            produces
     requests    Allocate, Schedule, Finish, Report   rollout workers      Allocation, Route
-                Evaluate, Answered                   the same, master     held-out problems, what came out of them
+                EvaluateVersion, Answered            the same, master     held-out problems, what came out of them
     trainer     policy_version, commits, trial log   the master           the gate's version, consumed samples
     records     generation_servers/* records         name-resolve         the ServerTable
     fleet       all of these                         servers              updates and probes, see fleet.py
@@ -46,7 +46,7 @@ from corral.workers.requests.manager_messages import (
     Allocate,
     Allocation,
     Answered,
-    Evaluate,
+    EvaluateVersion,
     Finish,
     ManagerRequest,
     Ok,
@@ -190,7 +190,7 @@ class GserverManager(Worker):
                 self._evaluations.answered(request)
                 self._let_in()
                 return Ok()
-            case Evaluate():
+            case EvaluateVersion():
                 return self._evaluations.evaluate(request, on_begin=self._let_in, longest_s=LONGEST_TURN_S)
 
     async def _note_report(self, request: Report) -> Ok:

@@ -71,7 +71,7 @@ A whole asynchronous step:
             epoch.py: what the ranks have loaded, held against the plan
 
 Held-out problems are dealt, answered and judged as prompts are (1 to 4), and what comes out goes to the manager in
-place of 5. The master asks it for that beside 6 to 10 (server_evaluations.py).
+place of 5. The master asks it for that beside 6 to 10 (evaluations.py).
 
 1 to 5 and 11 go on all the time; the master goes through 6 to 10 batch by batch, and within a batch calls on ranks
 apart from each other run at the same time, 8 and 9 of one role beside 7 of another. Epochs follow each other:
@@ -136,9 +136,8 @@ from corral.workers.master.commits import CommitFailedError, Commits
 from corral.workers.master.dealt_prompts import DealtPrompts, open_dealt
 from corral.workers.master.disk import Disk
 from corral.workers.master.epoch import Epoch, standing_alarms
-from corral.workers.master.held_out import HeldOut
+from corral.workers.master.evaluations import Evaluations
 from corral.workers.master.sample_source import DatasetSource, Drops, SampleSource, SequenceBuffer, TrajectorySource
-from corral.workers.master.server_evaluations import ServerEvaluations
 from corral.workers.master.step import NotFiniteError, Outcome, TrainerEpoch
 from corral.workers.master.trainer_gang import GangLostError, TrainerGang
 from corral.workers.master.weights import PublishedVersions
@@ -243,19 +242,24 @@ class MasterWorker(Worker):
                 Drops(ledger.drop, self._dataset.config.sources),
             )
             calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
-            on_servers, best, evaluation = None, None, self._trainer.evaluation
+            evaluation = self._trainer.evaluation
+            best = None
             if evaluation is not None and evaluation.best is not None:
                 best = BestWeights(epoch, weights, evaluation.best)
-            if self._spec.source == "trajectories" and evaluation is not None:
-                on_servers = ServerEvaluations(epoch, commits.lines, on_done=gang.news.set, best=best)
             return await TrainerEpoch(
                 epoch=epoch,
                 source=self._source(epoch, buffer, gang, ledger, drops, dealt),
                 gang=gang,
                 calls=calls,
-                held_out=HeldOut(calls=calls, holders=gang, row_ids=self._held_out_rows()),
-                on_servers=on_servers,
-                best=best,
+                evaluations=Evaluations(
+                    epoch,
+                    calls,
+                    gang,
+                    commits.lines,
+                    row_ids=self._held_out_rows(),
+                    best=best,
+                    are_by_servers=evaluation is not None and self._spec.source == "trajectories",
+                ),
                 weights=weights,
                 commits=commits,
                 drops=drops,

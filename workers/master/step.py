@@ -22,7 +22,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -32,14 +32,12 @@ from corral.experiments.trial.spans import STEPS, Span
 from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Moment
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.lifecycle.worker import CannotContinueError
-from corral.workers.master.best import BestWeights
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.commits import Commits
 from corral.workers.master.disk import LogWatch
 from corral.workers.master.epoch import Epoch, check_reallocations
-from corral.workers.master.held_out import HeldOut
+from corral.workers.master.evaluations import Evaluations
 from corral.workers.master.sample_source import Drops, SampleSource, mean_scalars
-from corral.workers.master.server_evaluations import ServerEvaluations, tell_unjudged
 from corral.workers.master.step_order import StepOutcome, StepRunner
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.master.weights import PublishedVersions
@@ -69,11 +67,7 @@ class TrainerEpoch:
     source: SampleSource
     gang: TrainerGang
     calls: MeshCalls
-    held_out: HeldOut
-    on_servers: ServerEvaluations | None = None
-    """What generation servers evaluate; None where nothing is held out, or there are none."""
-    best: BestWeights | None = None
-    """None where evaluations are only told."""
+    evaluations: Evaluations
     weights: PublishedVersions
     commits: Commits
     drops: Drops
@@ -91,9 +85,9 @@ class TrainerEpoch:
         now, control = self._moment(), epoch.spec.control
         # What this epoch begins with is committed and exported, and was perhaps not evaluated: the line may be cut off.
         # Beside training one may have been lost that was due before: an epoch begins with another one.
-        step = now.step - 1 if self.on_servers is None else BEFORE_THE_RUN
+        step = BEFORE_THE_RUN if self.evaluations.are_by_servers else now.step - 1
         begin = replace(now, step=step, passes=now.passes if self._step else BEFORE_THE_RUN)
-        self._evaluations = Cadence(epoch.spec.evaluate_every, last=begin)
+        self._evaluations_due = Cadence(epoch.spec.evaluate_every, last=begin)
         self._commits_due = Cadence(control.commit_frequency, last=now)
         self._exports = Cadence(control.save_frequency, last=now)
 
@@ -112,7 +106,7 @@ class TrainerEpoch:
             CannotContinueError: no step was trained, since all prompts were dropped.
             CommitFailedError: the same, because what is trained cannot be written.
         """
-        async with self._watch, self.commits, self.on_servers or nullcontext():
+        async with self._watch, self.commits, self.evaluations:
             await self._begin()
             while not self._is_complete():
                 await self._evaluate_if_due()
@@ -188,8 +182,7 @@ class TrainerEpoch:
         self._watch.check()
         self.commits.check()
         self.gang.check_alive()
-        if self.on_servers is not None:
-            self.on_servers.check()
+        self.evaluations.check()
         await self._publish_again_if_damaged()
         return self._watch.stop_requested
 
@@ -329,7 +322,7 @@ class TrainerEpoch:
         self.commits.lines.add_samples(self._step, [samples[uid] for uid in batch])
 
     async def _evaluate_if_due(self) -> None:
-        if self._evaluations.is_due(self._moment()):
+        if self._evaluations_due.is_due(self._moment()):
             await self._evaluate()
             if not self._step:  # what training begins with is known by the initial weights alone
                 await self._wait_for_servers()
@@ -338,43 +331,26 @@ class TrainerEpoch:
         """After the last step; whether all is evaluated, and no stop was asked for before."""
         if not await self._wait_for_servers():
             return False
-        if self._evaluations.last.step != self._step:
+        if self._evaluations_due.last.step != self._step:
             await self._evaluate()
         return await self._wait_for_servers()
 
     async def _evaluate(self) -> None:
-        """By generation servers, where that is only begun, unless they are at one; and by the ranks."""
-        epoch, now = self.epoch, self._moment()
-        if self.on_servers is not None and self.on_servers.is_running:
-            return
-        if self.best is not None:
-            await self.best.begin(self.version)
-        if self.on_servers is not None:
-            self.on_servers.begin(self.version)
-        if epoch.graph.evaluate_calls:
-            known: dict[str, float] = {}
-            with epoch.during("evaluate", self.gang.workers):
-                for call in epoch.graph.evaluate_calls:
-                    found = await self.held_out.evaluate(call, version=self._step)
-                    if not call.input_keys:
-                        await tell_unjudged(epoch, found.unjudged, version=self.version)
-                    stats = {f"eval/{key}": value for key, value in found.stats.items()}
-                    await epoch.disk.run(self.commits.lines.add_metrics, self._step, stats)
-                    known |= stats
-            if self.best is not None:
-                await self.best.consider(self.version, known)
-        self._evaluations.note(now)
+        """By generation servers, where that is only begun, unless they are at one; or by the ranks."""
+        now = self._moment()
+        if not self.evaluations.is_running:
+            await self.evaluations.begin(self.version)
+            self._evaluations_due.note(now)
 
     async def _wait_for_servers(self) -> bool:
         """Until no evaluation is on its way; False where the trial is to stop before."""
-        presence, servers = self.epoch.context.presence, self.epoch.context.workers("rollout_worker")
-        while self.on_servers is not None and self.on_servers.is_running:
+        presence, workers = self.epoch.context.presence, self.epoch.context.workers("rollout_worker")
+        while self.evaluations.is_running:
             if await self._is_to_stop():
                 return False
-            presence.enter("evaluate", waiting_for=self.on_servers.progress, waits_for=servers)
+            presence.enter("evaluate", waiting_for=self.evaluations.progress, waits_for=workers)
             await self._wait_for_news()
-        if self.on_servers is not None:
-            self.on_servers.check()
+        self.evaluations.check()
         return True
 
     # A commit

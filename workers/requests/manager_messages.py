@@ -5,7 +5,7 @@
     Finish   --> Ok             it is in the spool, or to be issued again: its slot is free
     Report   --> Ok             what I have, for a manager that has restarted and knows nothing
 
-    Evaluate --> Evaluation     the master: how far is the evaluation of this version? The first question begins it.
+    EvaluateVersion --> Evaluation  the master: how far is this version's evaluation? The first question begins it.
     Allocate --> Allocation     a held-out problem of it
     Answered --> Ok             what came out of one
 
@@ -134,7 +134,7 @@ class Answered(MessageBody, frozen=True, tag="answered"):
     """Why the answers have no reward."""
 
 
-class Evaluate(MessageBody, frozen=True, tag="evaluate"):
+class EvaluateVersion(MessageBody, frozen=True, tag="evaluate_version"):
     """-> Evaluation, when it is complete, or after a while."""
 
     epoch: int
@@ -142,7 +142,7 @@ class Evaluate(MessageBody, frozen=True, tag="evaluate"):
     version: str
 
 
-ManagerRequest = Allocate | Schedule | Finish | Report | Answered | Evaluate
+ManagerRequest = Allocate | Schedule | Finish | Report | Answered | EvaluateVersion
 
 
 class Allocation(MessageBody, frozen=True, tag="allocation"):

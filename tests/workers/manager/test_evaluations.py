@@ -5,14 +5,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from corral.workers.manager.evaluations import HeldOutBook
-from corral.workers.requests.manager_messages import Evaluate, HeldOutProblem
+from corral.workers.requests.manager_messages import EvaluateVersion, HeldOutProblem
 
 ROWS = {"": ["a", "b", "c"], "hard": ["a"]}
-FIRST, NEXT = Evaluate(epoch=1, version="1.20"), Evaluate(epoch=1, version="1.40")
+FIRST, NEXT = EvaluateVersion(epoch=1, version="1.20"), EvaluateVersion(epoch=1, version="1.40")
 ONE = {"problems": 1.0}
 
 
-def begun(asked: Evaluate = FIRST, *, most_out: int = 9) -> HeldOutBook:
+def begun(asked: EvaluateVersion = FIRST, *, most_out: int = 9) -> HeldOutBook:
     book = HeldOutBook(ROWS, most_out=most_out)
     assert book.begin(asked)
     return book
@@ -63,7 +63,7 @@ def test_an_evaluation_takes_the_place_of_another_and_that_of_an_earlier_epoch_o
     book.answered(late, sums=ONE, versions=["1.20"])
     assert (book.reply().version, book.reply().num_done) == ("1.40", 0)
     # The next trainer epoch goes on from an earlier commit, and the master before it still asks.
-    assert book.begin(Evaluate(epoch=2, version="1.20")) and not book.begin(NEXT)
+    assert book.begin(EvaluateVersion(epoch=2, version="1.20")) and not book.begin(NEXT)
     assert (book.reply().epoch, book.reply().version) == (2, "1.20")
 
 

@@ -13,7 +13,7 @@ from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.data.held_out import added, sums_of, unjudged_text
 from corral.workers.data.prompts import is_held_out, split_uid
-from corral.workers.master.held_out import HeldOut, merge_goes
+from corral.workers.master.evaluations import evaluate_by_call, merge_goes
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer
 from corral.workers.requests.messages import StatsReply
 
@@ -89,8 +89,8 @@ CALLS = [
 def evaluate(name: str) -> tuple[Ranks, dict[str, float]]:
     graph, buffer = build_dataflow(CALLS, ["input_ids"]), SequenceBuffer(is_consumed=lambda uid: False)
     ranks = Ranks(graph, buffer)
-    held_out = HeldOut(calls=cast(Any, ranks), holders=cast(Any, ranks), row_ids="abcde")
-    stats = asyncio.run(held_out.evaluate(graph.call(name), version=7)).stats
+    fakes = cast(Any, ranks), cast(Any, ranks)
+    stats = asyncio.run(evaluate_by_call(graph.call(name), *fakes, "abcde", step=7)).stats
     assert not buffer.samples and not ranks.held
     return ranks, stats
 
