@@ -10,7 +10,7 @@ request for work which problems it has, so nobody has to remember for it: a mana
 what was dealt in an answer that got lost is dealt again.
 
 Guarantee: each problem counts once, since the first answers to it take it out of the book, and what comes later, of
-whoever had it before or of another evaluation, is not in it. Pure, but for `Evaluations`, by which the master waits.
+whoever had it before or of another evaluation, is not in it. Pure, but for `evaluate`, by which the master waits.
 """
 
 import asyncio
@@ -18,8 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from corral.experiments.datasets.dataset import Dataset
-from corral.experiments.worker_specs import HeldOutSpec
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.data.held_out import added
 from corral.workers.manager.routing import ServerTable
@@ -34,7 +32,7 @@ class HeldOutBook:
         book = HeldOutBook({"": ["a", "b"]}, most_out=64)
         book.begin(EvaluateVersion(epoch=1, version="1.20"))
         problem = book.deal("rollout_worker/0")
-        book.answered(problem, sums={"correct": 1.0}, versions=["1.20"])
+        book.answered(Answered(problem=problem, sums={"correct": 1.0}, versions=["1.20"]))
         book.reply().num_done       # 1
     """
 
@@ -49,6 +47,7 @@ class HeldOutBook:
     _sums: dict[str, dict[str, float]] = field(default_factory=dict)
     _versions: set[str] = field(default_factory=set)
     _failures: dict[str, str] = field(default_factory=dict)
+    _has_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def num_problems(self) -> int:
@@ -76,7 +75,17 @@ class HeldOutBook:
         }
         self._out, self._sums, self._versions = {}, {name: {} for name in self.row_ids}, set()
         self._failures = {}
+        self._has_ended.clear()
         return True
+
+    async def evaluate(self, asked: EvaluateVersion, *, on_begin: Callable[[], None], longest_s: float) -> Evaluation:
+        """How far it is, once it is complete, or after so long."""
+        if self.begin(asked):
+            on_begin()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                await self._has_ended.wait()
+        return self.reply()
 
     def has(self, worker: str, problems: Collection[HeldOutProblem]) -> None:
         """A rollout worker says what it is answering: all that it has."""
@@ -95,18 +104,33 @@ class HeldOutBook:
         self._out[problem] = worker
         return problem
 
-    def answered(
-        self, problem: HeldOutProblem, *, sums: Mapping[str, float], versions: Collection[str], failure: str = ""
-    ) -> None:
+    def deal_to(
+        self, workers: Iterable[str], version: PolicyVersion, table: ServerTable
+    ) -> Iterator[tuple[str, HeldOutProblem]]:
+        """To those who wait, once a server has the version that is evaluated, or a later one.
+
+        Args:
+            version: the trainer's, as the manager has seen it, which may be behind what is asked for.
+        """
+        wanted = self.version
+        if wanted is None or version.step < wanted.step or not any(table.serving(version, least_step=wanted.step)):
+            return
+        for worker in list(workers):
+            if (problem := self.deal(worker)) is not None:
+                yield worker, problem
+
+    def answered(self, answered: Answered) -> None:
         """What came out of a problem, unless that is known already."""
-        is_here = problem in self._open or self._out.pop(problem, None) is not None
-        if not is_here:
+        problem = answered.problem
+        if problem not in self._open and self._out.pop(problem, None) is None:
             return
         self._open.pop(problem, None)
-        self._sums[problem.dataset] = added(self._sums[problem.dataset], sums)
-        self._versions.update(versions)
-        if failure:
-            self._failures.setdefault(problem.dataset, failure)
+        self._sums[problem.dataset] = added(self._sums[problem.dataset], answered.sums)
+        self._versions.update(answered.versions)
+        if answered.failure:
+            self._failures.setdefault(problem.dataset, answered.failure)
+        if self.is_done:
+            self._has_ended.set()
 
     def lose(self, worker: str, *, but: Collection[HeldOutProblem] = ()) -> None:
         """A worker has nothing any more, but for these."""
@@ -126,48 +150,3 @@ class HeldOutBook:
             versions=sorted(self._versions),
             failures=self._failures,
         )
-
-
-class Evaluations:
-    """The book, which servers may answer, and the master that waits for what comes out.
-
-    Raises:
-        ChangedInputError: if a file has changed since the trial was submitted.
-    """
-
-    def __init__(self, spec: HeldOutSpec | None) -> None:
-        datasets = {} if spec is None else spec.datasets
-        row_ids = {name: list(Dataset.planned(dataset)) for name, dataset in datasets.items()}
-        self.book = HeldOutBook(row_ids, most_out=0 if spec is None else spec.config.batch_size)
-        self._has_ended = asyncio.Event()
-
-    async def evaluate(self, asked: EvaluateVersion, *, on_begin: Callable[[], None], longest_s: float) -> Evaluation:
-        """How far it is, once it is complete, or after so long."""
-        if self.book.begin(asked):
-            self._has_ended.clear()
-            on_begin()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(longest_s):
-                await self._has_ended.wait()
-        return self.book.reply()
-
-    def answered(self, answered: Answered) -> None:
-        """What came out of a problem."""
-        self.book.answered(answered.problem, sums=answered.sums, versions=answered.versions, failure=answered.failure)
-        if self.book.is_done:
-            self._has_ended.set()
-
-    def deal(
-        self, workers: Iterable[str], version: PolicyVersion, table: ServerTable
-    ) -> Iterator[tuple[str, HeldOutProblem]]:
-        """To those who wait, once a server has the version that is evaluated, or a later one.
-
-        Args:
-            version: the trainer's, as the manager has seen it, which may be behind what is asked for.
-        """
-        wanted = self.book.version
-        if wanted is None or version.step < wanted.step or not any(table.serving(version, least_step=wanted.step)):
-            return
-        for worker in list(workers):
-            if (problem := self.book.deal(worker)) is not None:
-                yield worker, problem

@@ -25,6 +25,7 @@ from typing import Literal
 
 import msgspec
 
+from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.trial.worker_record import MASTER
 from corral.experiments.worker_specs import GserverManagerSpec
 from corral.name_resolve.base import NameNotFoundError
@@ -36,7 +37,7 @@ from corral.workers.data.prompts import PlannedPrompts
 from corral.workers.generation.control import ControlClient
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.manager.admission import Admission
-from corral.workers.manager.evaluations import Evaluations
+from corral.workers.manager.evaluations import HeldOutBook
 from corral.workers.manager.fleet import Fleet
 from corral.workers.manager.routing import ServerTable
 from corral.workers.manager.waiting_line import Waiting, WaitingLine
@@ -78,7 +79,12 @@ class GserverManager(Worker):
         super().__init__(context)
         self._spec = context.specification(GserverManagerSpec)
         rollout = self._spec.rollout
-        self._evaluations = Evaluations(self._spec.held_out)
+        held_out = self._spec.held_out
+        datasets = {} if held_out is None else held_out.datasets
+        self._held_out = HeldOutBook(
+            {name: list(Dataset.planned(dataset)) for name, dataset in datasets.items()},
+            most_out=0 if held_out is None else held_out.config.batch_size,
+        )
         prompts = PlannedPrompts.load(self._spec.dataset)
         self._committed = CommittedLedger(context.trial, prompts.row_ids)
         self._drawn: dict[str, None] | None = None if self._spec.dataset.config.sampler is None else {}
@@ -187,11 +193,11 @@ class GserverManager(Worker):
                 return self._note_report(request)
             case Answered(problem=problem):
                 self._table.ended(problem.uid, is_answered=bool(request.versions))
-                self._evaluations.answered(request)
+                self._held_out.answered(request)
                 self._let_in()
                 return Ok()
             case EvaluateVersion():
-                return self._evaluations.evaluate(request, on_begin=self._let_in, longest_s=LONGEST_TURN_S)
+                return self._held_out.evaluate(request, on_begin=self._let_in, longest_s=LONGEST_TURN_S)
 
     async def _note_report(self, request: Report) -> Ok:
         await self._take_in_commits()
@@ -211,7 +217,7 @@ class GserverManager(Worker):
     async def _allocate(self, request: Allocate) -> Allocation:
         """A prompt as soon as the gate opens, so that nobody asks again and again; or why it does not."""
         worker = request.worker
-        self._evaluations.book.has(worker, request.held_out)
+        self._held_out.has(worker, request.held_out)
         answer = self._admission.ask(worker, incarnation=request.incarnation, last=request.last)
         if answer is not None:
             return answer
@@ -234,7 +240,7 @@ class GserverManager(Worker):
         """Something has happened that may have opened the gate: those who wait get what there is, or hear the news."""
         self._give_room()
         if self._version is not None and self._turns:
-            for worker, problem in self._evaluations.deal(self._turns, self._version, self._table):
+            for worker, problem in self._held_out.deal_to(self._turns, self._version, self._table):
                 self._admission.leave(worker)
                 self._end_turn(worker, Allocation(held_out=problem))
         for worker, allocation in self._admission.deal():
@@ -409,7 +415,7 @@ class GserverManager(Worker):
         for worker in self._admission.look(set(self._workers.values()), now=time.monotonic()):
             logger.warning("%s is gone; others get its prompts", worker)
             self._has_only(worker, ())
-            self._evaluations.book.lose(worker)
+            self._held_out.lose(worker)
         self._let_in()
 
     async def _take_in_commits(self) -> None:

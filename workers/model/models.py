@@ -19,9 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy.typing as npt
 import torch
 
 from corral.experiments.config.data import HELD_OUT_ANSWERS
@@ -44,6 +43,7 @@ from corral.workers.model.generator import Generator
 from corral.workers.model.kept_samples import KeptSamples
 from corral.workers.model.reallocation import group_name, reallocate
 from corral.workers.requests.messages import (
+    CallRequest,
     Evaluate,
     Generate,
     Inference,
@@ -83,12 +83,7 @@ class RoleSave:
 
 
 class RoleModel:
-    """A model, as far as this rank holds it: its engine, the interfaces of the calls that run on it, and what a call
-    does with them.
-
-        inputs ──► interface.inference  ──► output keys, as the graph names them
-        inputs ──► interface.train_step ──► TrainReply
-        inputs ──► interface.evaluate   ──► statistics
+    """A model, as far as this rank holds it: its engine, and the interfaces of the calls that run on it.
 
     Raises:
         BadConfigurationError: if a call's interface cannot be made.
@@ -101,10 +96,8 @@ class RoleModel:
         context: ParallelContext,
         *,
         seed: int,
-        kept: KeptSamples | None = None,
     ) -> None:
         self.spec = spec
-        self._kept = kept
         self.context = context
         self._worker = worker
         self._engine: MeshEngine | None = None
@@ -163,33 +156,6 @@ class RoleModel:
         weights = self.engine.weight_share() if with_weights else None
         return RoleSave(state=self.engine.state_shard(extra=numbers), weights=weights)
 
-    def inference(self, call: ModelFunctionCall, sample: SequenceSample) -> dict[str, npt.NDArray[Any]]:
-        """A call's output keys, packed in the sample's order."""
-        outputs = self._interface(call).inference(self._ready_engine(call), sample)
-        named = {call.output_key_remap.get(name, name): values for name, values in outputs.items()}
-        return {name: named[name] for name in call.output_keys}
-
-    def train_step(self, call: ModelFunctionCall, sample: SequenceSample, *, version: int) -> TrainReply:
-        """Update the model on this rank's share of the batch; what that did is equal on all ranks."""
-        engine = self._ready_engine(call)
-        steps_before, nonfinite_before = engine.step, engine.num_nonfinite
-        interface = self._interface(call)
-        stats = interface.train_step(engine, sample, version=version)
-        learned = interface.take_learned()
-        if learned is not None and self.context.is_dp_head and self._kept is not None:
-            self._kept.offer(learned, version=version)
-        return TrainReply(
-            stats=stats,
-            num_updates=engine.step - steps_before,
-            num_nonfinite=engine.num_nonfinite - nonfinite_before,
-            is_damaged=engine.is_damaged,
-            notices=interface.take_notices(),
-        )
-
-    def evaluate(self, call: ModelFunctionCall, sample: SequenceSample) -> dict[str, float]:
-        """Statistics of held-out rows, of all ranks together."""
-        return self._interface(call).evaluate(self._ready_engine(call), sample)
-
     @cached_property
     def loaded(self) -> LoadedModel:
         """The model's shape; the same in every epoch."""
@@ -202,12 +168,10 @@ class RoleModel:
             vocab_size=int(config.get("vocab_size", 0)),
         )
 
-    def _ready_engine(self, call: ModelFunctionCall) -> MeshEngine:
+    def ready_for(self, call: ModelFunctionCall) -> tuple[MeshEngine, ModelInterface]:
+        """What a call runs on, and what it runs."""
         self.engine.micro_batches = call.micro_batches
-        return self.engine
-
-    def _interface(self, call: ModelFunctionCall) -> ModelInterface:
-        return self._interfaces[call.implementation]
+        return self.engine, self._interfaces[call.implementation]
 
     def _make_interfaces(self) -> dict[str, ModelInterface]:
         spec = self.spec
@@ -281,10 +245,10 @@ class Models:
             contexts: this rank's place in the mesh of each model, and of each reallocation, by name.
         """
         self._contexts = contexts
-        self._store = store
+        self._store, self._kept = store, kept
         self._calls = {call.name: call for call in spec.calls}
         self._models = {
-            role.model_name: RoleModel(role, spec, _place(contexts, role), seed=seed, kept=kept) for role in spec.roles
+            role.model_name: RoleModel(role, spec, _place(contexts, role), seed=seed) for role in spec.roles
         }
         here = [call for call in spec.calls if call.model_name in self._models]
         evaluates = any(call.implementation == HELD_OUT_ANSWERS for call in here)
@@ -328,28 +292,39 @@ class Models:
         return self._generator.generate(model.engine.model, request, context=model.context)
 
     def inference(self, request: Inference) -> None:
-        """Compute a call's output keys and keep them beside its inputs."""
-        call = self._calls[request.mfc]
-        model = self._models[call.model_name]
-        sample = self._inputs(call, request.uids)
-        for key, values in model.inference(call, sample).items():
-            if sample.uids and model.context.is_dp_head:
-                self._store.put(sample.select_keys(["input_ids"]).with_key(key, values).select_keys([key]))
+        """Compute a call's output keys, as the graph names them, and keep them beside its inputs."""
+        call, model, sample = self._inputs(request)
+        engine, interface = model.ready_for(call)
+        outputs = interface.inference(engine, sample)
+        named = {call.output_key_remap.get(name, name): values for name, values in outputs.items()}
+        for key in call.output_keys if sample.uids and model.context.is_dp_head else ():
+            self._store.put(sample.select_keys(["input_ids"]).with_key(key, named[key]).select_keys([key]))
 
     def train_step(self, request: TrainStep) -> TrainReply:
         """Update a call's model on this rank's share of the batch; what that did is equal on all ranks."""
-        call = self._calls[request.mfc]
-        sample = self._inputs(call, request.uids)
-        return self._models[call.model_name].train_step(call, sample, version=request.version)
+        call, model, sample = self._inputs(request)
+        engine, interface = model.ready_for(call)
+        steps_before, nonfinite_before = engine.step, engine.num_nonfinite
+        stats = interface.train_step(engine, sample, version=request.version)
+        learned = interface.take_learned()
+        if learned is not None and model.context.is_dp_head and self._kept is not None:
+            self._kept.offer(learned, version=request.version)
+        return TrainReply(
+            stats=stats,
+            num_updates=engine.step - steps_before,
+            num_nonfinite=engine.num_nonfinite - nonfinite_before,
+            is_damaged=engine.is_damaged,
+            notices=interface.take_notices(),
+        )
 
     def evaluate(self, request: Evaluate) -> StatsReply:
-        """What the call's model makes of held-out rows, of those named or of problems of its own."""
-        call = self._calls[request.mfc]
-        model = self._models[call.model_name]
+        """What the call's model makes of held-out rows, of those named or of problems of its own; of all ranks."""
+        call, model, sample = self._inputs(request)
         if call.implementation == HELD_OUT_ANSWERS:
             assert self._generator is not None
             return self._generator.evaluate(model.engine.model, context=model.context, batch_size=call.n_seqs)
-        return StatsReply(stats=model.evaluate(call, self._inputs(call, request.uids)))
+        engine, interface = model.ready_for(call)
+        return StatsReply(stats=interface.evaluate(engine, sample))
 
     def reallocate(self, request: Reallocate) -> None:
         """Let one model take over another one's weights; this rank may hold either, or both."""
@@ -372,9 +347,12 @@ class Models:
         """This rank's share of what a commit has of a role, as it is until the role's next step."""
         return self._models[ModelName(role)].save(with_weights=with_weights)
 
-    def _inputs(self, call: ModelFunctionCall, uids: list[str]) -> SequenceSample:
+    def _inputs(self, request: CallRequest) -> tuple[ModelFunctionCall, RoleModel, SequenceSample]:
+        """The call of a request, its model, and this rank's share of the samples by the interface's names."""
+        call = self._calls[request.mfc]
         # A rank without samples still takes part in every collective, with no rows of the same keys.
-        return self._store.gather(uids, call.input_keys).remap_keys(call.input_key_remap)
+        sample = self._store.gather(request.uids, call.input_keys).remap_keys(call.input_key_remap)
+        return call, self._models[call.model_name], sample
 
 
 @contextmanager

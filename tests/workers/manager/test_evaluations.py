@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from corral.workers.manager.evaluations import HeldOutBook
-from corral.workers.requests.manager_messages import EvaluateVersion, HeldOutProblem
+from corral.workers.requests.manager_messages import Answered, EvaluateVersion, HeldOutProblem
 
 ROWS = {"": ["a", "b", "c"], "hard": ["a"]}
 FIRST, NEXT = EvaluateVersion(epoch=1, version="1.20"), EvaluateVersion(epoch=1, version="1.40")
@@ -30,7 +30,7 @@ def test_nothing_is_dealt_before_it_is_asked_for_and_no_more_than_may_be_out() -
     book.begin(FIRST)
     first, _ = dealt(book), dealt(book)
     assert book.deal("w") is None and book.version is None
-    book.answered(first, sums=ONE, versions=["1.20"])
+    book.answered(Answered(problem=first, sums=ONE, versions=["1.20"]))
     assert dealt(book).dataset == ""
 
 
@@ -39,8 +39,8 @@ def test_a_problem_counts_once_and_what_is_complete_says_which_versions_made_it(
     problems = [dealt(book) for _ in range(4)]
     for problem in problems:
         assert not book.reply().is_complete
-        book.answered(problem, sums=ONE, versions=["1.21" if problem.row_id == "b" else "1.20"])
-        book.answered(problem, sums={"problems": 7.0}, versions=["1.30"])
+        book.answered(Answered(problem=problem, sums=ONE, versions=["1.21" if problem.row_id == "b" else "1.20"]))
+        book.answered(Answered(problem=problem, sums={"problems": 7.0}, versions=["1.30"]))
     assert book.is_done and book.reply().is_complete
     assert book.reply().sums == {"": {"problems": 3.0}, "hard": ONE}
     assert book.reply().versions == ["1.20", "1.21"]
@@ -50,7 +50,7 @@ def test_the_first_failure_of_each_data_set_is_in_the_reply() -> None:
     book = begun()
     for problem in [dealt(book) for _ in range(4)]:
         failure = "" if problem.row_id == "c" else f"{problem.dataset or 'own'}/{problem.row_id} fails"
-        book.answered(problem, sums=ONE, versions=[], failure=failure)
+        book.answered(Answered(problem=problem, sums=ONE, versions=[], failure=failure))
     assert book.reply().failures == {"": "own/a fails", "hard": "hard/a fails"}
     book.begin(NEXT)
     assert book.reply().failures == {}
@@ -60,7 +60,7 @@ def test_an_evaluation_takes_the_place_of_another_and_that_of_an_earlier_epoch_o
     book = begun()
     late = dealt(book)
     assert book.begin(NEXT) and not book.begin(NEXT)
-    book.answered(late, sums=ONE, versions=["1.20"])
+    book.answered(Answered(problem=late, sums=ONE, versions=["1.20"]))
     assert (book.reply().version, book.reply().num_done) == ("1.40", 0)
     # The next trainer epoch goes on from an earlier commit, and the master before it still asks.
     assert book.begin(EvaluateVersion(epoch=2, version="1.20")) and not book.begin(NEXT)
@@ -96,7 +96,7 @@ class Fleet(RuleBasedStateMachine):
     def ends(self, worker: str, is_told_twice: bool) -> None:
         for problem in sorted(self.held[worker], key=lambda one: one.uid)[:1]:
             for _ in range(1 + is_told_twice):
-                self.book.answered(problem, sums=ONE, versions=[])
+                self.book.answered(Answered(problem=problem, sums=ONE, versions=[]))
             self.held[worker].discard(problem)
             self.counted.add(problem)
 
@@ -121,7 +121,7 @@ class Fleet(RuleBasedStateMachine):
             self.book.has("x", [])
             problem = dealt(self.book)
             assert problem not in self.counted
-            self.book.answered(problem, sums=ONE, versions=[])
+            self.book.answered(Answered(problem=problem, sums=ONE, versions=[]))
             self.counted.add(problem)
         assert len(self.counted) == 4
 
