@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from corral.workers.algorithms.functional.advantages import group_relative as group_relative
     from corral.workers.algorithms.functional.packed import per_token as per_token
     from corral.workers.algorithms.functional.policy_losses import importance_ratio as importance_ratio
-    from corral.workers.algorithms.functional.token_losses import TokenLosses as TokenLosses
+    from corral.workers.algorithms.functional.losses import TokenLosses as TokenLosses
     from corral.workers.algorithms.interfaces import InterfaceSettings as InterfaceSettings
     from corral.workers.algorithms.pair_losses import PairScores as PairScores
     from corral.workers.algorithms.policy_loss import (

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.run_recipes import all_recipes, make_data, read_values, train  # noqa: E402
 from corral.experiments.config.algorithm import PPOConfig  # noqa: E402
-from corral.workers.algorithms.functional.token_losses import TokenLosses  # noqa: E402
+from corral.workers.algorithms.functional.losses import TokenLosses  # noqa: E402
 from corral.workers.backends.base import TokenScores  # noqa: E402
 from corral.workers.backends.micro_batches import MicroBatch  # noqa: E402
 

@@ -28,7 +28,6 @@ from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve.base import NameService
 from corral.name_resolve.keys import TrialKeys
 from corral.name_resolve.redis import RedisNameService
-from corral.workers.lifecycle.notice import notice_of
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.timeline import Timeline
 from corral.workers.lifecycle.worker import (
@@ -38,6 +37,7 @@ from corral.workers.lifecycle.worker import (
     flush_output,
     install_signal_handlers,
     leave_word,
+    notice_of,
     run_to_exit_code,
 )
 from corral.workers.modules import loading_modules

@@ -56,12 +56,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "icepop": {"behav_imp_weight_floor": 0.5, "behav_imp_weight_cap": 5.0},
     # Oh et al. 2018, https://arxiv.org/abs/1806.05635, on the answers of the step.
     "self_imitation": {
-        "loss": "corral.workers.algorithms.self_imitation:SelfImitation",
+        "loss": "corral.workers.algorithms.policy_loss:SelfImitation",
         "use_decoupled_loss": False,
     },
     # Yan et al. 2025, https://arxiv.org/abs/2504.14945; `rollout.demonstrations` says where the answers are.
-    "luffy": {"loss": "corral.workers.algorithms.luffy:Luffy", "use_decoupled_loss": False},
-    "sft_mix": {"loss": "corral.workers.algorithms.sft_mix:SFTMix", "use_decoupled_loss": False},
+    "luffy": {"loss": "corral.workers.algorithms.policy_loss:Luffy", "use_decoupled_loss": False},
+    "sft_mix": {"loss": "corral.workers.algorithms.policy_loss:SFTMix", "use_decoupled_loss": False},
     # Agarwal et al. 2023, https://arxiv.org/abs/2306.13649, on the student's own answers alone; the reverse KL by token
     # as its advantage: Lu 2025, https://thinkingmachines.ai/blog/on-policy-distillation.
     "distillation": {"advantage": "none", "distillation": {"coef": 1.0}},

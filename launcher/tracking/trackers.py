@@ -1,16 +1,315 @@
 """The trackers that ship, by name, and those of users, by import path."""
 
-from collections.abc import Mapping
+import json
+import os
+import re
+import subprocess
+from collections import deque
+from collections.abc import Iterator, Mapping
 from importlib import import_module
+from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 from corral.experiments.errors import ConfigError
-from corral.launcher.tracking.mlflow_run import MLflowRun
-from corral.launcher.tracking.news import NewsCommand
-from corral.launcher.tracking.prometheus import PrometheusFile
-from corral.launcher.tracking.tensorboard import TensorBoard
-from corral.launcher.tracking.tracker import MakeTracker
-from corral.launcher.tracking.wandb_run import WandbRun
+from corral.experiments.trial.journal import read_journal
+from corral.launcher.tracking.tracker import MakeTracker, TrackedTrial, emptied, package
+from corral.launcher.trial.watchers import findings_of
+
+_WANDB_INIT_TIMEOUT_S = 30.0
+_MLFLOW_TAG = "corral_trial"
+_MOST_METRICS = 1000  # in a request to MLflow
+_LONGEST_NAME = 240  # of the 250 characters that MLflow takes; a number that tells two names apart follows
+_SECONDS = re.compile(r"time/(?P<part>.+)_s(?P<rest>/.+)?")
+_TOTALS = re.compile("data/(samples_trained|samples_dropped|duplicates|dropped/.+)")
+"""Numbers that only grow as they stand in a line."""
+_SUMMED = ("train/tokens",)
+"""Numbers of one step."""
+_WATCHED_LINES = 100  # more than any rule looks at
+_COMMAND_TIMEOUT_S = 60.0
+
+Sample = tuple[str, tuple[tuple[str, str], ...], float]
+"""A name, labels beside those of the trial, and a value: of Prometheus."""
+
+
+class TensorBoard:
+    """Event files in an empty folder: `tensorboard --logdir TRIAL_DIRECTORY/tracking`."""
+
+    def __init__(self, folder: Path, trial: TrackedTrial) -> None:
+        """
+        Raises:
+            ConfigError: if the package is not there.
+        """
+        self._event = package("tensorboard.compat.proto.event_pb2", "tensorboard").Event
+        self._summary = package("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        writer = package("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        self._writer = writer.EventFileWriter(str(emptied(folder)))
+
+    def add(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        summary = self._summary(
+            value=[self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
+        self._writer.add_event(self._event(wall_time=time_s, step=step, summary=summary))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbRun:
+    """Weights & Biases: one run, named by the trial's id, on the server or, where there is no way there, in the folder.
+
+    no key, or no network ──► offline: a .wandb file, which `wandb sync` uploads        else ──► online
+
+    A line is a row of the run's history. Its train step is the number `step`, since rows of Weights & Biases have to
+    come in order, and evaluations come after the lines of later steps. Key, server, project, entity and mode are those
+    of wandb's own environment variables and files.
+
+    Guarantee: a run that is started under the id of another run, and does not resume it, takes its place. So each line
+    is there once. Offline the folder begins empty.
+    """
+
+    def __init__(self, folder: Path, trial: TrackedTrial) -> None:
+        """
+        Raises:
+            ConfigError: if the package is not there.
+        """
+        self._wandb = package("wandb", "wandb")
+        emptied(folder)
+        chosen = os.environ.get("WANDB_MODE")
+        try:
+            self._run = self._begin(folder, trial, chosen or "online")
+        except self._wandb.errors.Error as error:
+            if chosen:
+                raise
+            print(f"goes on offline, `wandb sync {folder}/wandb/offline-run-*` uploads it: {error}", flush=True)
+            self._wandb.teardown()  # the id is in use otherwise
+            self._run = self._begin(folder, trial, "offline")
+        self._run.define_metric("*", step_metric="step")
+
+    def _begin(self, folder: Path, trial: TrackedTrial, mode: str) -> Any:
+        # Of this process itself, which only reads, nothing is to be told.
+        quiet = {"silent": True, "console": "off", "disable_git": True, "disable_code": True, "x_disable_meta": True}
+        return self._wandb.init(
+            id=trial.uuid,
+            project=os.environ.get("WANDB_PROJECT") or trial.experiment,
+            name=trial.trial,
+            config=dict(trial.config),
+            dir=folder,
+            mode=mode,
+            settings=self._wandb.Settings(init_timeout=_WANDB_INIT_TIMEOUT_S, x_disable_stats=True, **quiet),
+        )
+
+    def add(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        self._run.log({**values, "step": step, "_timestamp": time_s})
+
+    def flush(self) -> None:
+        """Its own process sends what it has as soon as it can."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflowRun:
+    """MLflow: one run in the store that $MLFLOW_TRACKING_URI names, or in a SQLite file of the folder.
+
+    `mlflow ui --backend-store-uri sqlite:///TRIAL_DIRECTORY/tracking/mlflow/mlflow.db`
+
+    Server, key and name of the experiment are those of MLflow's own environment variables.
+
+    Guarantee: runs that carry the trial's id are deleted before another run begins. So each line is there once in the
+    run that is left. MLflow chooses the ids of runs: the trial's is a tag.
+    """
+
+    def __init__(self, folder: Path, trial: TrackedTrial) -> None:
+        """
+        Raises:
+            ConfigError: if the package is not there.
+        """
+        emptied(folder)
+        self._metric = package("mlflow.entities", "mlflow").Metric
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        client = package("mlflow.tracking", "mlflow").MlflowClient(uri or f"sqlite:///{folder}/mlflow.db")
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or trial.experiment
+        if (experiment := client.get_experiment_by_name(name)) is not None:
+            number = experiment.experiment_id
+        else:
+            number = client.create_experiment(name, None if uri else str(folder / "artifacts"))
+        while found := client.search_runs([number], f"tags.{_MLFLOW_TAG} = '{trial.uuid}'"):
+            for run in found:
+                client.delete_run(run.info.run_id)
+        self._client = client
+        self._run = client.create_run(number, run_name=trial.trial, tags={_MLFLOW_TAG: trial.uuid}).info.run_id
+        self._waiting: list[Any] = []
+        self._name_by_key: dict[str, str] = {}
+
+    def add(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        self._waiting += [
+            self._metric(self._name(key), value, int(1000 * time_s), step) for key, value in values.items()
+        ]
+        if len(self._waiting) >= _MOST_METRICS:
+            self.flush()
+
+    def _name(self, key: str) -> str:
+        """What a metric is called here, where it is told apart from all others."""
+        if key not in self._name_by_key:
+            name, taken = mlflow_name(key), set(self._name_by_key.values())
+            numbered = (f"{name}_{number}" for number in count(2))
+            self._name_by_key[key] = next(one for one in chain([name], numbered) if one not in taken)
+        return self._name_by_key[key]
+
+    def flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for at in range(0, len(waiting), _MOST_METRICS):
+            self._client.log_batch(self._run, metrics=waiting[at : at + _MOST_METRICS])
+
+    def close(self) -> None:
+        self.flush()
+        self._client.set_terminated(self._run)
+
+
+def mlflow_name(key: str) -> str:
+    """The key of a metric in the letters that MLflow takes, which refuses a whole request for one other.
+
+    Example:
+        mlflow_name("eval/pass@4") == "eval/pass_at_4"
+    """
+    plain = re.sub(r"[^A-Za-z0-9_\-. /]", "_", key.replace("@", "_at_"))
+    parts = [part for part in plain.split("/") if part.strip(".")]  # no path out of a folder, and none with gaps
+    return "/".join(parts)[:_LONGEST_NAME] or "_"
+
+
+class PrometheusFile:
+    """Prometheus: the newest numbers as one text file, for the textfile collector of node_exporter.
+
+    lines ──► newest value of each, sums of what counts ──flush──► corral-TRIAL_ID.prom, replaced as a whole
+    journal, NVML where there is one ──┘
+
+    In $CORRAL_TEXTFILE_DIR, where others may read the file and from where it goes at the end of the trial; else in the
+    folder. Names and units follow https://prometheus.io/docs/practices/naming/: what only grows ends in `_total`, and
+    seconds of a step are `corral_step_seconds`, by what the step did. GPUs are those of the host that this runs on.
+    """
+
+    def __init__(self, folder: Path, trial: TrackedTrial) -> None:
+        shared = os.environ.get("CORRAL_TEXTFILE_DIR")
+        self._path = Path(shared or emptied(folder)) / f"corral-{trial.uuid}.prom"
+        self._is_shared = bool(shared)
+        self._journal = trial.directory.journal_path
+        self._journal_bytes = self._restarts = 0
+        self._labels = (("experiment", trial.experiment), ("trial", trial.trial))
+        self._values: dict[str, float] = {}
+        self._written = ""
+
+    def add(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        for name in _SUMMED:
+            if name in values:
+                values = {**values, name: self._values.get(name, 0.0) + values[name]}
+        self._values |= values
+        self._values["step"] = max(step, self._values.get("step", 0))
+        self._values["last_line_timestamp_seconds"] = time_s
+
+    def flush(self) -> None:
+        self._count_restarts()
+        by_name: dict[str, list[str]] = {}
+        for name, labels, value in self._samples():
+            shown = ",".join(f'{key}="{_escaped(text)}"' for key, text in [*self._labels, *labels])
+            by_name.setdefault(name, []).append(f"{name}{{{shown}}} {value!r}\n")
+        text = "".join(
+            f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}\n{''.join(lines)}"
+            for name, lines in by_name.items()
+        )
+        if text != self._written:
+            part = self._path.with_suffix(".part")
+            part.write_text(text)
+            if self._is_shared:
+                part.chmod(0o644)
+            part.rename(self._path)
+            self._written = text
+
+    def close(self) -> None:
+        self.flush()
+        if self._is_shared:
+            self._path.unlink(missing_ok=True)
+
+    def _count_restarts(self) -> None:
+        size = self._journal.stat().st_size if self._journal.exists() else 0
+        if size != self._journal_bytes:
+            self._journal_bytes = size
+            self._restarts = sum(event["event"] == "unit_restarting" for event in read_journal(self._journal))
+
+    def _samples(self) -> Iterator[Sample]:
+        for name, value in self._values.items():
+            yield _sample(name, value)
+        yield "corral_restarts_total", (), float(self._restarts)
+        yield from _gpu_samples()
+
+
+def _sample(name: str, value: float) -> Sample:
+    """A number of metrics.jsonl, as the field would call it."""
+    if match := _SECONDS.fullmatch(name):
+        return "corral_step_seconds", (("part", match["part"] + (match["rest"] or "")),), value
+    total = "_total" if name in _SUMMED or _TOTALS.fullmatch(name) else ""
+    return "corral_" + re.sub(r"\W", "_", name) + total, (), value
+
+
+def _gpu_samples() -> Iterator[Sample]:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # no package, no driver, no GPU: each has an error of its own
+        return
+    for index, handle in enumerate(handles):
+        memory, labels = pynvml.nvmlDeviceGetMemoryInfo(handle), (("gpu", str(index)), ("node", os.uname().nodename))
+        yield "corral_gpu_memory_used_bytes", labels, float(memory.used)
+        yield "corral_gpu_memory_bytes", labels, float(memory.total)
+        yield "corral_gpu_utilization_ratio", labels, pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+class NewsCommand:
+    """A program of the user's own, started whenever a rule of the watchers begins to speak of the last train steps.
+
+    lines ──last ones──► rules ──one that did not speak before──► program ◄── {"trial", "step", "text", "remedy"}
+
+    An e-mail or a message to a room is the program's. The tracker starts the program once for each beginning, and once
+    more for what is still so when the tracker is started again. A program that fails or takes too long is told in the
+    log, no more.
+    """
+
+    def __init__(self, folder: Path, trial: TrackedTrial) -> None:
+        self._command = tuple(trial.config["tracking"]["command"])
+        self._name = f"{trial.experiment}/{trial.trial}"
+        self._lines = deque[dict[str, Any]](maxlen=_WATCHED_LINES)
+        self._speaking: set[str] = set()
+
+    def add(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        self._lines.append({"step": step, "time": time_s, **values})
+
+    def flush(self) -> None:
+        findings = {finding.topic: finding for finding in findings_of(self._lines, trial=self._name)}
+        for topic in findings.keys() - self._speaking:
+            found = findings[topic]
+            told = {"trial": self._name, "step": found.step, "text": found.text, "remedy": found.details}
+            self._run(json.dumps(told) + "\n")
+        self._speaking = set(findings)
+
+    def close(self) -> None:
+        self.flush()
+
+    def _run(self, line: str) -> None:
+        print(f"{self._command[0]}: {line}", end="", flush=True)
+        try:
+            subprocess.run(self._command, input=line, text=True, timeout=_COMMAND_TIMEOUT_S, check=True)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(error, flush=True)
+
 
 TRACKERS: Mapping[str, MakeTracker] = {
     "tensorboard": TensorBoard,

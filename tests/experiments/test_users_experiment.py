@@ -193,7 +193,7 @@ class Actor(PPOActorInterface):
 JUDGE = """\
 from corral.scheduling.keys import Key, built_in
 from corral.scheduling.model_function_call import CallType
-from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.algorithms.functional.losses import TokenLosses
 from corral.workers.algorithms.base import ModelInterface
 from corral.workers.algorithms.policy_loss import PolicyLoss
 

@@ -56,7 +56,7 @@ def obey(plan: Path, kind: str, word: str, *, linger_s: float) -> None:
     signal.signal(signal.SIGTERM, leave)
     if "SLURM_JOB_ID" in os.environ:  # not at the top, nor what a master needs: most stubs start faster without
         from corral.experiments.trial.directory import TrialDirectory
-        from corral.workers.lifecycle.notice import notice_of
+        from corral.workers.lifecycle.worker import notice_of
 
         planned = json.loads(plan.read_bytes())
         grace_s = planned["supervision"]["stop_grace_s"]

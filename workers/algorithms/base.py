@@ -22,7 +22,7 @@ from torch import Tensor
 from corral.experiments.config.algorithm import PPOConfig
 from corral.scheduling.keys import ROUTED_EXPERTS, TEMPERATURES, Key
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall
-from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.algorithms.functional.losses import TokenLosses
 from corral.workers.backends.base import AnyEngine, LossOutput, Numbers, TokenScores, TrainEngine
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 from corral.workers.requests.messages import TrainNotice

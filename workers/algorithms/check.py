@@ -23,7 +23,7 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.loading.overrides import apply_overrides, parse_override
 from corral.scheduling.keys import Key, KeyLayout
 from corral.workers.algorithms.advantage import AdvantageBatch, AdvantageEstimator, advantage_named
-from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.algorithms.functional.losses import TokenLosses
 from corral.workers.algorithms.policy_loss import PolicyLoss, loss_named
 from corral.workers.backends.base import TokenScores
 from corral.workers.backends.micro_batches import MicroBatch, pack_row

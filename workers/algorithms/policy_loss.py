@@ -11,14 +11,17 @@ they are and whose instances are called; its keys are its ClassVar `inputs`.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
+from pydantic import Field
 from torch import Tensor
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.scheduling.keys import Key
+from corral.experiments.config.base import FrozenConfig
+from corral.scheduling.keys import Key, built_in
 from corral.workers.algorithms.functional import policy_losses
-from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.algorithms.functional.losses import TokenLosses
 from corral.workers.backends.base import TokenScores
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.user_code.loading import built_in_or_loaded, configured
@@ -82,3 +85,82 @@ def loss_named(name: str, settings: Mapping[str, Any] = MappingProxyType({})) ->
     """
     found = configured(built_in_or_loaded(name, LOSSES, what="loss"), settings, key="ppo.loss_settings")
     return found if isinstance(found, PolicyLoss) else PolicyLoss(found, inputs=getattr(found, "inputs", ()))
+
+
+class Luffy(FrozenConfig):
+    """LUFFY: answers that were shown, and not made, are learned beside the policy's own.
+
+    rollout.demonstrations: solution ──► one answer of each group is the row's, judged as the others are; versions -1
+    L = PPO's loss                                                 where the policy has made the token
+    L = -A * p / (p + gamma),  p = exp(logprob_current)            where it was shown, by who says nothing else
+
+    Yan et al. 2025, https://arxiv.org/abs/2504.14945: the shape keeps a gradient for what is improbable still.
+
+    Raises:
+        ValueError: with `use_decoupled_loss`, whose weights would be p for what was shown.
+    """
+
+    gamma: float = Field(default=0.1, gt=0.0)
+    """Of the shape: a shown token is learned fastest where its probability is about this."""
+    inputs: ClassVar[tuple[Key, ...]] = built_in("versions")
+
+    def __call__(self, scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
+        if config.use_decoupled_loss:
+            raise ValueError("LUFFY has a ratio of its own; set ppo.use_decoupled_loss: false")
+        keys, own = micro_batch.tensors, ppo(scores, micro_batch, config)
+        is_shown = keys["loss_mask"] & (keys["versions"] < 0)
+        stats = {name: torch.where(is_shown, 0.0, values) for name, values in own.stats.items()}
+        probabilities = torch.exp(scores.logprobs)
+        shown = -keys["advantages"] * probabilities / (probabilities + self.gamma)
+        return TokenLosses(torch.where(is_shown, shown, own.losses), stats | {"luffy/shown_fraction": is_shown})
+
+
+class SFTMix(FrozenConfig):
+    """Answers that were shown are learned by maximum likelihood, beside what the policy makes of its own.
+
+    rollout.demonstrations: solution ──► one answer of each group is the row's; versions -1
+    L = PPO's loss                                 where the policy has made the token
+    L = -coef * logprob_current                    where it was shown, whatever the reward says of it
+
+    Both are in one mean, so that `coef` is the weight of a shown token beside one that was made.
+
+    Raises:
+        ValueError: with `use_decoupled_loss`, which would weigh what was shown by its probability.
+    """
+
+    coef: float = Field(default=0.1, ge=0.0)
+    """Weight of what was shown."""
+    inputs: ClassVar[tuple[Key, ...]] = built_in("versions")
+
+    def __call__(self, scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
+        if config.use_decoupled_loss:
+            raise ValueError("what was shown has no policy that made it; set ppo.use_decoupled_loss: false")
+        keys, own = micro_batch.tensors, ppo(scores, micro_batch, config)
+        is_shown = keys["loss_mask"] & (keys["versions"] < 0)
+        stats = {name: torch.where(is_shown, 0.0, values) for name, values in own.stats.items()}
+        losses = torch.where(is_shown, -self.coef * scores.logprobs, own.losses)
+        return TokenLosses(losses, stats | {"sft_mix/shown_fraction": is_shown})
+
+
+class SelfImitation(FrozenConfig):
+    """What has come out better than its baseline is learned as if it had been shown, beside PPO's loss.
+
+    L = PPO's loss - coef * max(A, 0) * logprob_current        no ratio, no clip: answers of old weights stay of use
+
+    Oh et al. 2018, https://arxiv.org/abs/1806.05635, eq. 2, on the answers of the step in place of a buffer of
+    episodes.
+
+    Raises:
+        ValueError: with `use_decoupled_loss`, whose weights and cap would act on the imitation, too.
+    """
+
+    coef: float = Field(default=0.1, ge=0.0)
+    """Weight of what is imitated."""
+    inputs: ClassVar[tuple[Key, ...]] = ()
+
+    def __call__(self, scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
+        if config.use_decoupled_loss:
+            raise ValueError("self-imitation has no ratio; set ppo.use_decoupled_loss: false")
+        clipped, better = ppo(scores, micro_batch, config), micro_batch.tensors["advantages"].clamp(min=0.0)
+        stats = {**clipped.stats, "self_imitation/fraction": better > 0.0}
+        return TokenLosses(clipped.losses - self.coef * better * scores.logprobs, stats)

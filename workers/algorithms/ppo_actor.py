@@ -43,9 +43,9 @@ from corral.workers.algorithms.base import (
     sum_over_mask,
 )
 from corral.workers.algorithms.functional.kl import approximate_kl, entropy_of_samples, kl_over_top_k
+from corral.workers.algorithms.functional.losses import TokenLosses
 from corral.workers.algorithms.functional.packed import sum_per_answer
 from corral.workers.algorithms.functional.policy_losses import EpisodeCounts, importance_ratio, reduction_weights
-from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.gap_watch import FirstPass, GapWatch, TwoSides
 from corral.workers.algorithms.policy_loss import center_logprobs, loss_named
 from corral.workers.algorithms.ppo_batch import (

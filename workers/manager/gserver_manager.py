@@ -16,12 +16,13 @@ record wakes those who read it. That this news comes is an optimisation; every l
 """
 
 import asyncio
+import heapq
 import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -40,7 +41,6 @@ from corral.workers.manager.admission import Admission
 from corral.workers.manager.evaluations import HeldOutBook
 from corral.workers.manager.fleet import Fleet
 from corral.workers.manager.routing import ServerTable
-from corral.workers.manager.waiting_line import Waiting, WaitingLine
 from corral.workers.requests.manager_messages import (
     LONGEST_TURN_S,
     LONGEST_WAIT_FOR_SERVER_S,
@@ -70,6 +70,59 @@ _MOST_SERVED_AT_ONCE = 64
 _SERVED_PAUSE_S = 0.01
 _NO_ROOM = "no generation server has room in its KV cache"
 _WAITING_LOOK_S = 5.0
+
+
+class Waiting(NamedTuple):
+    """Who waits."""
+
+    answer: asyncio.Future[Route]
+    request: Schedule
+    until: float
+    """When it is told in any case, on the clock of whoever looks."""
+
+
+class WaitingLine:
+    """Requests for a server that wait for the same thing, those of the oldest prompts first. Pure.
+
+    add ──► waiting ──take, when it is its turn──► answered
+               └──────let_go, for another reason─────┘
+
+    A hundred thousand answers may wait, so each of them is an entry here, and neither a task nor a timer.
+
+    Example:
+        line.add(Waiting(answer, Schedule(uid="0:b", order=2, ...), 45.0))
+        line.add(Waiting(answer, Schedule(uid="0:a", order=1, ...), 46.0))
+        line.first()            # that of 0:a
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Waiting]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, waiting: Waiting) -> None:
+        """Of two answers to one prompt the one that came first is first."""
+        self._count += 1
+        heapq.heappush(self._heap, (waiting.request.order, self._count, waiting))
+
+    def first(self) -> Waiting | None:
+        """Whose turn it is; None if nobody waits."""
+        return self._heap[0][2] if self._heap else None
+
+    def take(self) -> Waiting:
+        """Let the first one go."""
+        return heapq.heappop(self._heap)[2]
+
+    def let_go(self, is_one: Callable[[Waiting], bool]) -> list[Waiting]:
+        """Let all these go, in order."""
+        gone = sorted(entry for entry in self._heap if is_one(entry[2]))
+        if gone:
+            left = {count for _, count, _ in gone}
+            self._heap = [entry for entry in self._heap if entry[1] not in left]
+            heapq.heapify(self._heap)
+        return [waiting for *_, waiting in gone]
 
 
 class GserverManager(Worker):

@@ -73,7 +73,7 @@ class Server:
     kv_tokens: int = 0
     """That its KV cache has room for; 0 if it does not say."""
     place: str = ""
-    """Where its worker stages versions, if other hosts can have them from there, see `weight_tree.py`."""
+    """Where its worker stages versions, if other hosts can have them from there, see `plan_updates`."""
     staged: str = ""
     """Tag of the version that other hosts can have from its worker."""
     arrives_from: str | None = None

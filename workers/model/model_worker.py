@@ -9,8 +9,8 @@
     data plane  Give                                            before a call, to take its inputs
     models                                                      after a call, to move its model away
 
-    gang.py ──► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py
-                      └────────────────────────► data_plane.py ◄──► the other ranks' stores
+    joined_gang ► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py
+                          └────────────────────────► data_plane.py ◄──► the other ranks' stores
 
 The ranks of a mesh run the same requests of the right column in the same order, so that their collectives meet.
 
@@ -28,32 +28,41 @@ the commit's doing, which names no file that was not reported here.
 import logging
 import math
 import re
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from inspect import getfile
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import Final, Protocol, assert_never
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # re-exported by torch.distributed, but not for type checkers
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.config.rollout import told_parts
 from corral.experiments.worker_specs import ModelWorkerSpec
+from corral.name_resolve.base import NameService
 from corral.scheduling.dataflow import build_dataflow
 from corral.scheduling.keys import merge_keys
-from corral.workers.backends.parallel_context import mesh_contexts
+from corral.workers.backends.parallel_context import (
+    ParallelContext,
+    connect_store,
+    host_store,
+    init_parallel,
+    mesh_contexts,
+)
 from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerContext, is_no_room
 from corral.workers.model.data_plane import DataPlane
 from corral.workers.model.data_store import DataStore
-from corral.workers.model.gang import joined_gang
 from corral.workers.model.host_memory import host_identity
 from corral.workers.model.kept_samples import KeptSamples
 from corral.workers.model.models import Models
 from corral.workers.model.network import TransferError
-from corral.workers.model.rank_waits import RankWaits
 from corral.workers.model.reallocation import reallocation_meshes
 from corral.workers.model.samples import open_samples
 from corral.workers.requests.handler import Envelope, Later, WorkerRequestStream
@@ -339,3 +348,95 @@ class ModelWorker(Worker):
 def _words(name: str) -> str:
     """TrainStep -> train step"""
     return re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
+
+
+_LOOK_S: Final = 0.05
+_OF_RANKS: Final = str(Path(getfile(dist)).parent)
+
+
+class RankWaits(Closing):
+    """How long this training rank is held up by the others: looks at the thread that makes it, until it is closed.
+
+    main thread ──twenty times a second: where is it?──► in torch.distributed ──► note(seconds since the look before)
+
+    All ranks of a mesh end a call at the same time, since each layer of it needs all of them; the slow one is the one
+    that never waits. Where collectives run on a GPU the host does not wait in them, and this sees only what holds up a
+    host.
+    """
+
+    def __init__(self, note: Callable[[float], None]) -> None:
+        """note: has the seconds that were spent in a call of torch.distributed, as far as looks tell."""
+        self._note = note
+        self._watched = threading.get_ident()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="rank waits", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _look_on(self) -> None:
+        looked = time.monotonic()
+        while not self._closed.wait(_LOOK_S):
+            frame, now = sys._current_frames().get(self._watched), time.monotonic()
+            if frame is not None and frame.f_code.co_filename.startswith(_OF_RANKS):
+                self._note(min(now - looked, 2 * _LOOK_S))  # a process that was stopped has waited for nobody
+            looked = now
+
+
+@contextmanager
+def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[tuple[ParallelContext, Store | None]]:
+    """This rank's place among the others, and the store in which all of them meet, for as long as the block runs.
+
+    rank 0:       host_store ──► its address ──► name-resolve, under the gang's incarnation
+    other ranks:  name-resolve ──wait──► the address ──► connect_store
+    every rank:   init_parallel ──► ParallelContext of all ranks; left again when the worker leaves
+                  mesh_contexts ──► one of each model, and of the ranks that a model's weights travel between
+                  the store, in which the data plane meets, too
+
+    The incarnation in the name keeps two starts of the gang apart: a rank of an earlier one, which may still be on its
+    way out, looks under another name. A gang of one has no store.
+
+    Guarantee: once all have joined, a rank waits for another one as long as a phase may last, and no less: one that
+    loads or writes slowly ends nothing before its own deadline does.
+
+    Raises:
+        WrongDevicesError: if this rank does not see the GPUs that the plan gives it.
+        TimeoutError: if the other ranks do not come within `supervision.setup_timeout_s`.
+    """
+    device = torch.device("cuda", 0) if context.check_gpus(torch.cuda.device_count()) else torch.device("cpu")
+    if spec.world_size == 1:
+        yield init_parallel(device=device), None
+        return
+    timeout_s = context.plan.supervision.setup_timeout_s
+    peers = [worker for worker in context.workers("model_worker") if worker != context.worker_id]
+    context.presence.enter("join the gang", waits_for=peers, is_setting_up=True, deadline_s=timeout_s)
+    key = context.keys.gang_rendezvous(context.incarnation)
+    store = shared_store(context.names, key, rank=spec.index, address=context.address, timeout_s=timeout_s)
+    parallel = init_parallel(
+        rank=spec.index,
+        world_size=spec.world_size,
+        store=store,
+        device=device,
+        timeout_s=context.plan.supervision.step_timeout_s,
+        join_timeout_s=timeout_s,
+    )
+    try:
+        yield parallel, store
+    finally:
+        parallel.close()
+
+
+def shared_store(names: NameService, key: str, *, rank: int, address: str, timeout_s: float) -> Store:
+    """The store that all ranks of a gang share: rank 0 listens on `address` and says where under `key`.
+
+    Raises:
+        TimeoutError: if rank 0 does not show up, or does not answer.
+    """
+    if rank == 0:
+        store, serves_at = host_store(address, timeout_s=timeout_s)
+        names.add(key, serves_at)
+        return store
+    served_at = names.wait(key, timeout_s=timeout_s, waiting_for="model_worker/0")
+    return connect_store(served_at, timeout_s=timeout_s)

@@ -39,7 +39,7 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
 
 
 LOSS = """\
-from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.algorithms.functional.losses import TokenLosses
 
 
 def score(scores, micro_batch, config):
@@ -138,7 +138,7 @@ def test_all_that_is_broken_is_said_at_once(refused: Refused) -> None:
 
 CLASS = """\
 from corral.experiments.config.base import FrozenConfig
-from corral.workers.algorithms.functional.token_losses import TokenLosses
+from corral.workers.algorithms.functional.losses import TokenLosses
 
 
 class Score(FrozenConfig):

@@ -16,12 +16,10 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
-from corral.launcher.tracking import mlflow_run
-from corral.launcher.tracking.lines import CommittedLines
-from corral.launcher.tracking.mlflow_run import MLflowRun, mlflow_name
-from corral.launcher.tracking.news import NewsCommand
-from corral.launcher.tracking.prometheus import PrometheusFile
+from corral.launcher.tracking import trackers
+from corral.launcher.tracking.hand_on import CommittedLines
 from corral.launcher.tracking.tracker import TrackedTrial
+from corral.launcher.tracking.trackers import MLflowRun, NewsCommand, PrometheusFile, mlflow_name
 from tests.tracked import check_same, in_mlflow, in_prometheus, in_tensorboard, in_wandb, written
 from tests.workers.master.trials import NUM_STEPS, Gang, KilledError, lines_of, run_master, trial_of
 
@@ -142,7 +140,7 @@ def test_two_metrics_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pyt
     store: list[Store] = []
     modules = {"mlflow.entities": SimpleNamespace(Metric=lambda name, value, time_ms, step: (name, value, step))}
     modules["mlflow.tracking"] = SimpleNamespace(MlflowClient=Store)
-    monkeypatch.setattr(mlflow_run, "package", lambda name, _: modules[name])
+    monkeypatch.setattr(trackers, "package", lambda name, _: modules[name])
     run = MLflowRun(tmp_path, cast(Any, SimpleNamespace(experiment="e", trial="t", uuid="u")))
     run.add(1, 0.0, {"eval/pass@4": 1.0, "eval/pass_at_4": 2.0})
     run.add(2, 0.0, {"eval/pass_at_4": 3.0})

@@ -12,9 +12,9 @@ from corral.experiments.config.algorithm import PPOConfig
 from corral.experiments.config.base import FrozenConfig
 from corral.workers.algorithms.advantage import ADVANTAGES, AdvantageBatch, AdvantageEstimator
 from corral.workers.algorithms.check import check_advantage, check_loss, main
+from corral.workers.algorithms.functional.losses import TokenLosses
 from corral.workers.algorithms.functional.packed import mean_per_answer, per_token
 from corral.workers.algorithms.functional.policy_losses import importance_ratio
-from corral.workers.algorithms.functional.token_losses import TokenLosses
 from corral.workers.algorithms.policy_loss import LOSSES, PolicyLoss, center_logprobs
 from corral.workers.backends.base import TokenScores
 from corral.workers.backends.micro_batches import MicroBatch

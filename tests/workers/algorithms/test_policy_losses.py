@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from corral.experiments.config.algorithm import PPOConfig
+from corral.workers.algorithms.functional.losses import TokenLosses
 from corral.workers.algorithms.functional.policy_losses import (
     behaviour_weights,
     cispo,
@@ -19,10 +20,7 @@ from corral.workers.algorithms.functional.policy_losses import (
     is_far_off_policy,
     ppo_clip,
 )
-from corral.workers.algorithms.functional.token_losses import TokenLosses
-from corral.workers.algorithms.luffy import Luffy
-from corral.workers.algorithms.self_imitation import SelfImitation
-from corral.workers.algorithms.sft_mix import SFTMix
+from corral.workers.algorithms.policy_loss import Luffy, SelfImitation, SFTMix
 from corral.workers.backends.base import TokenScores
 from corral.workers.backends.micro_batches import MicroBatch
 

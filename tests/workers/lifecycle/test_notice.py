@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from corral.experiments.trial.directory import StopRequest
-from corral.workers.lifecycle.notice import request_last_commit
+from corral.workers.lifecycle.worker import request_last_commit
 from tests.launcher.trials import StubTrial, wait_until
 
 WORKER = """
@@ -16,7 +16,7 @@ import asyncio, signal, sys, threading
 from pathlib import Path
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
-from corral.workers.lifecycle.notice import notice_of
+from corral.workers.lifecycle.worker import notice_of
 from corral.workers.lifecycle.worker import StopRequested, install_signal_handlers, run_async
 
 directory, kind = TrialDirectory(Path(sys.argv[1])), sys.argv[2]

@@ -19,9 +19,9 @@ from corral.experiments.worker_specs import GserverManagerSpec
 from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.published_weights import PublishedWeights, Refusal, read_refusal
+from corral.workers.manager.fleet import MAX_READERS
 from corral.workers.manager.gserver_manager import _NO_ROOM, GserverManager
 from corral.workers.manager.servers import Server, ServerState
-from corral.workers.manager.weight_tree import MAX_READERS
 from corral.workers.requests.manager_messages import Finish, Report, Route, Schedule
 from corral.workers.streams.router import Peer
 from corral.workers.weight_transport.filling import Filling, FindWay, whole

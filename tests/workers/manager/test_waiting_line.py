@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.workers.manager.waiting_line import Waiting, WaitingLine
+from corral.workers.manager.gserver_manager import Waiting, WaitingLine
 from corral.workers.requests.manager_messages import Schedule
 
 

@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.scheduling.policy_version import PolicyVersion
-from corral.workers.manager.routing import ServerTable
-from corral.workers.manager.servers import PAUSES_S, Server, ServerState
-from corral.workers.manager.weight_tree import (
+from corral.workers.manager.fleet import (
     MAX_READERS,
     MAX_RECEIVERS,
     SHARED_FILE_SYSTEM,
     Start,
     plan_updates,
 )
+from corral.workers.manager.routing import ServerTable
+from corral.workers.manager.servers import PAUSES_S, Server, ServerState
 
 PRESENT = PolicyVersion(0, 7)
 VERSION = str(PRESENT)

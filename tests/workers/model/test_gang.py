@@ -13,8 +13,7 @@ from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.name_resolve.keys import TrialKeys
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.lifecycle.worker import Worker, WrongDevicesError, run_to_exit_code
-from corral.workers.model.gang import joined_gang, shared_store
-from corral.workers.model.rank_waits import RankWaits
+from corral.workers.model.model_worker import RankWaits, joined_gang, shared_store
 from tests.name_services import MemoryNameService, NamesAddress, running_names
 from tests.workers.backends.gang_helpers import play
 from tests.workers.master.trials import UUID, context_of, trial_of

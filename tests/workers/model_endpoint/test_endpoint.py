@@ -20,7 +20,7 @@ from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.episodes.log import EpisodeLog
 from corral.workers.episodes.trajectories import JudgedEpisode, make_sample
 from corral.workers.model_endpoint import endpoint
-from corral.workers.model_endpoint.conversations import Conversations
+from corral.workers.model_endpoint.endpoint import Conversations
 from corral.workers.rollout.episode_session import EpisodeSession
 from tests.chat_models import ADD, ENDS, TWO_TURNS, VOCABULARY, ids_of, write_chat_tokenizer
 from tests.strangers import asking, check_only_the_silent_are_closed

@@ -1,13 +1,29 @@
 """Losses of critics, reward models, preferences and language models, per token or per pair of answers.
 
-Nothing is added up here: see `token_losses`.
+Nothing is added up here: see `TokenLosses`.
 """
+
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from corral.workers.algorithms.functional.token_losses import TokenLosses
+
+@dataclass(frozen=True, slots=True)
+class TokenLosses:
+    """The loss of each token, whatever stands where the loss mask is False; every loss over tokens returns this.
+
+    TokenLosses(losses [T], stats) ──mask, weights──► sums of a micro-batch ──► means over the global batch
+
+    A loss says what one token costs. Which tokens count, how much each, and by what the sum is divided is decided in
+    one place for all of them, so that the mean is exact however the batch is cut into micro-batches and ranks.
+    """
+
+    losses: Tensor
+    """[T] float, with gradient."""
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    """[T] each, without gradient; reported as means over the tokens of the loss mask."""
 
 
 def value_loss(

@@ -28,8 +28,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from corral.workers.algorithms.functional.losses import TokenLosses
 from corral.workers.algorithms.functional.packed import mean_per_answer, per_token, sum_per_answer
-from corral.workers.algorithms.functional.token_losses import TokenLosses
 
 _MAX_LOG_RATIO = 20.0  # keeps exp() finite in float32 when trainer and server disagree about a token
 
