@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/redistribution.py [--ranks 4] [--samples 192] [--rounds 7]
 
 Processes of this machine hold groups of 8 answers with log-normal lengths and 6 keys, and every rank needs a random
-share of them. Five ways take turns on the same batch, so that all see the same machine; a ratio is the median of the
+share of them. Six ways take turns on the same batch, so that all see the same machine; a ratio is the median of the
 ratios of the rounds. A way takes the wall seconds of its slowest rank, from a barrier on until it has looked at every
 page, and the CPU seconds of all ranks together, which are steady on a busy machine. What comes has to stay: it is freed
 when no clock runs, whatever the way.
@@ -13,6 +13,7 @@ when no clock runs, whatever the way.
     raw       the bytes of the plan between each two ranks, from buffers that are there into fresh ones, by gloo
     gloo      the plan's parcels, by gloo, which takes one piece of memory: copied together before and cut afterwards
     parcels   the plan, by `DataPlane`, as between hosts
+    curve     the same bytes as `raw`, by ZeroMQ with CURVE, as the other messages of a trial go: as received, uncopied
     shared    the plan, by `DataPlane`, as between ranks of one host: each round maps anew what it takes, as a rank does
               with samples that it has not seen before
 
@@ -43,8 +44,9 @@ from multiprocessing.synchronize import Barrier
 
 import numpy as np
 import torch.distributed as dist
+import zmq
 from gloo_messages import Gloo, pack
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from corral.scheduling.keys import BUILT_IN_KEYS
 from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops
@@ -59,9 +61,10 @@ KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_
 NUM_ANSWERS = 8
 MEAN_LOG_LENGTH, SPREAD = 8.0, 0.8  # of the natural logarithm: a median of 3,000 tokens
 MOST_TOKENS = 16384
-WAYS = ("root", "raw", "gloo", "parcels", "shared")
+WAYS = ("root", "raw", "gloo", "parcels", "curve", "shared")
 GOALS = (
-    ("parcels", "root", "3.0"), ("parcels", "raw", "0.8"), ("shared", "gloo", "4.0"), ("shared", "parcels", "-")
+    ("parcels", "root", "3.0"), ("parcels", "raw", "0.8"), ("parcels", "curve", "-"),
+    ("shared", "gloo", "4.0"), ("shared", "parcels", "-"),
 )  # fmt: skip
 DEADLINE_S = 300.0
 
@@ -135,7 +138,7 @@ class Meeting:
 
 
 class Rank:
-    """One process: its samples, and the five ways."""
+    """One process: its samples, and the six ways."""
 
     def __init__(self, rank: int, batch: Batch, meeting: Meeting, stack: ExitStack) -> None:
         self.rank, self.num_ranks, self.batch, self.barrier = rank, meeting.num_ranks, batch, meeting.barrier
@@ -160,11 +163,12 @@ class Rank:
                 if owner == rank:
                     self.stores[way].put(make_sample(uid, batch.num_tokens[uid]))
         self.raw: dict[tuple[int, int], Bytes] = self._raw_buffers()
+        self.router, self.dealers = self._curve_sockets(PrefixStore("curve", rendezvous), stack)
 
     def run(self, way: str, plan: Sequence[Parcel]) -> tuple[float, float]:
         """Wall and CPU seconds that this rank takes; what has come is dropped again."""
         ways: dict[str, Callable[[Sequence[Parcel]], None]] = {
-            "root": self._by_root, "raw": self._raw, "gloo": self._by_gloo,
+            "root": self._by_root, "raw": self._raw, "gloo": self._by_gloo, "curve": self._by_curve,
             "parcels": self._by_plane("parcels"), "shared": self._by_plane("shared"),
         }  # fmt: skip
         self.barrier.wait(DEADLINE_S)
@@ -199,6 +203,18 @@ class Rank:
             receiving.wait(timedelta(seconds=DEADLINE_S))
             np.ascontiguousarray(received[::4096])
         self.came += pending
+
+    def _by_curve(self, plan: Sequence[Parcel]) -> None:
+        sources = [source for source, taker in self.raw if taker == self.rank]
+        for source in sources:
+            self.dealers[source].send(b"")
+        for _ in range(len(self.raw) - len(sources)):
+            identity, _ = self.router.recv_multipart()
+            self.router.send_multipart([identity, self.raw[self.rank, int(identity)]], copy=False)
+        for source in sources:
+            frame = self.dealers[source].recv(copy=False)
+            np.ascontiguousarray(np.frombuffer(frame.buffer, np.uint8)[::4096])
+            self.came.append(frame)
 
     def _by_gloo(self, plan: Sequence[Parcel]) -> None:
         store = DataStore()
@@ -256,6 +272,23 @@ class Rank:
             )
             for rank in range(self.num_ranks)
         ]
+
+    def _curve_sockets(self, store: Store, stack: ExitStack) -> tuple[zmq.Socket[bytes], dict[int, zmq.Socket[bytes]]]:
+        """A bound socket, and by rank a socket that is connected to that rank's; both end with the stack."""
+        context = stack.enter_context(zmq.Context())
+        public, secret = zmq.curve_keypair()
+        router = stack.enter_context(context.socket(zmq.ROUTER))
+        router.curve_server, router.curve_secretkey = True, secret
+        store.set(str(self.rank), json.dumps([router.bind_to_random_port("tcp://127.0.0.1"), public.decode()]))
+        dealers = {}
+        for rank in range(self.num_ranks):
+            if rank != self.rank:
+                port, key = json.loads(store.get(str(rank)))
+                dealers[rank] = dealer = stack.enter_context(context.socket(zmq.DEALER))
+                dealer.identity, dealer.curve_serverkey = str(self.rank).encode(), key.encode()
+                dealer.curve_publickey, dealer.curve_secretkey = public, secret
+                dealer.connect(f"tcp://127.0.0.1:{port}")
+        return router, dealers
 
     def _raw_buffers(self) -> dict[tuple[int, int], Bytes]:
         """By source and taker: as many bytes as the plan moves between them."""

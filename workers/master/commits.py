@@ -8,9 +8,9 @@
 What is committed is decided by the entry of the trial log alone: who dies before it leaves the commit before, whose
 ledger has none of the steps since, and a directory that no entry names, which a later epoch removes.
 
-The master writes nothing but manifests, ledgers and lines. What ranks have just written for a commit it does not read:
-their replies say what it is. The published weights lie there since an earlier moment, and are read again, beside
-training.
+The master writes nothing but manifests, ledgers and lines, and reads no file that a commit names: ranks hash each file
+while they write it, and say its digest. Published weights that were damaged since are found by the servers that read
+them (`workers/master/weights.py`), or by recovery, which then goes on from the commit before.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from corral.workers.checkpoint.checkpoint import (
     state_folder,
 )
 from corral.workers.checkpoint.ledger import Ledger, LedgerDelta, LedgerStates, write_delta
-from corral.workers.checkpoint.manifest import SealedDirectory, read_manifest, write_manifest
+from corral.workers.checkpoint.manifest import read_manifest, write_manifest
 from corral.workers.checkpoint.removal import Remover
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.metrics import StepLines
@@ -59,8 +59,6 @@ class CommitMoment:
     """Of the prompts that follow from what was trained; nothing where none do."""
     extra: Mapping[str, Any]
     """Of the manifest."""
-    published: SealedDirectory | None
-    """The version whose files have second names in the checkpoint."""
 
 
 class Commits(AsyncClosing):
@@ -188,16 +186,14 @@ class Commits(AsyncClosing):
         await self._gang.begin_save(role, state, weights, copies=epoch.spec.control.commit_beside_training)
 
     def _take_files(self, checkpoint: CheckpointWriter, version: PolicyVersion) -> CommitMoment:
-        published = self._weights.written
-        if published is not None:
-            checkpoint.link(WEIGHTS, published)
+        if self._weights.written is not None:
+            checkpoint.link(WEIGHTS, self._weights.written)
         return CommitMoment(
             checkpoint=checkpoint,
             states=self.ledger.states(),
             delta=self.ledger.delta_for(epoch=checkpoint.epoch, step=checkpoint.step),
             prompts=self._prompts(),
             extra={"version": str(version), _LINE_SIZES: self.lines.seal()},
-            published=published,
         )
 
     # Until it counts
@@ -221,15 +217,12 @@ class Commits(AsyncClosing):
         """Wait until the ranks have written what they copied, and name it in the trial log.
 
         Returns:
-            What the file system said, by worker, if any could not write, and what is wrong with the published weights;
-            then nothing was named.
+            What the file system said, by worker, if any could not write; then nothing was named.
         """
         epoch, checkpoint = self._epoch, moment.checkpoint
         written = dict(zip(epoch.roles, await all_or_first_error(*map(self._gang.written, epoch.roles)), strict=True))
         problems = {worker: text for one in written.values() for worker, text in one.problems.items()}
         self._lacks_room = any(one.lacks_room for one in written.values())
-        if moment.published is not None and not problems:
-            problems = await self._weights.find_damage(moment.published)
         if problems:
             return problems
         for role, one in written.items():

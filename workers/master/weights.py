@@ -1,8 +1,7 @@
 """Versions of the published role's weights: written, published, published again where they were damaged, removed.
 
     publish      ranks write and hash ──► manifest ──► weights/vSTEP-eEPOCH ──► the record that the manager reads
-    again        servers refuse the present version ──manager's record──┐
-                 a commit reads other bytes than were written ──────────┴─► written anew, beside ──► published
+    again        servers refuse the present version ──manager's record──► written anew, beside ──► published
                                                                                 └── too often ──► CannotContinueError
     remove_old   weights/v00000089-e1  v00000090-e1      the lineage: its newest versions stay
                          v00000091-e1  v00000092-e1      orphans, since epoch 2 continues step 90: they go
@@ -14,7 +13,6 @@ that is known to hold the version still, until the next step changes it.
 
 import asyncio
 import re
-import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Final
@@ -25,11 +23,9 @@ from corral.workers.checkpoint.checkpoint import WEIGHTS
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.manifest import (
     MANIFEST_NAME,
-    CorruptCheckpointError,
     SealedDirectory,
     link_weights,
     read_manifest,
-    verify_manifest,
     write_manifest,
 )
 from corral.workers.checkpoint.published_weights import PublishedWeights, read_refusal, read_weights_in_use
@@ -58,8 +54,6 @@ class PublishedVersions:
         self._remover = Remover()
         self.written: SealedDirectory | None = None
         """The newest version that this epoch has written."""
-        self._damage: tuple[Path, str] | None = None
-        """The version that a commit found to be damaged, and how."""
         self._damaged: PolicyVersion | None = None
         """The last one that was."""
         self._num_copies = 0
@@ -89,7 +83,7 @@ class PublishedVersions:
             await self._tell(is_alarm=False, text=f"version {version} is published", details="", causes=[])
 
     async def publish_again_if_damaged(self, version: PolicyVersion) -> bool:
-        """Write and publish the weights that the ranks hold once more, if those that were published are damaged.
+        """Write and publish the weights that the ranks hold once more, if servers refuse those that were published.
 
         Returns:
             Whether it did: a commit that names those from before is damaged, too.
@@ -97,18 +91,15 @@ class PublishedVersions:
         Raises:
             CannotContinueError: they were damaged each time, and no server holds them.
         """
-        cause = self._damage[1] if self._damage is not None and self._damage[0] == self.directory else ""
-        is_served = True
         context = self._epoch.context
         refusal = await asyncio.to_thread(read_refusal, context.names, context.keys.weights_in_use())
-        if refusal is not None and refusal.weights == str(self.directory):
-            cause, is_served = f"{refusal.server}: {refusal.reason}", refusal.is_served
-        if not cause:
+        if refusal is None or refusal.weights != str(self.directory):
             return False
+        cause = f"{refusal.server}: {refusal.reason}"
         if version != self._damaged:
             self._damaged, self._num_copies = version, 0
         if self._num_copies == _MOST_COPIES:
-            if is_served:
+            if refusal.is_served:
                 return False
             raise CannotContinueError(
                 f"version {version} was written {_MOST_COPIES + 1} times, and no server could take it over, the last "
@@ -124,27 +115,6 @@ class PublishedVersions:
         )
         await self._write(version, copy=self._num_copies)
         return True
-
-    async def find_damage(self, published: SealedDirectory) -> dict[str, str]:
-        """What is wrong with weights that a commit is about to name, under a word for who says so; read as a whole.
-
-        Guarantee: what an entry of the trial log names was written for it, or was right when it was read for it.
-        """
-        is_over, beat = threading.Event(), self._epoch.context.presence.beat
-
-        def on_progress() -> None:
-            if is_over.is_set():  # a thread cannot be cancelled, and this may read for minutes
-                raise InterruptedError("nobody waits for this commit any more")
-            beat()
-
-        try:
-            await asyncio.to_thread(verify_manifest, published.path, published.digest, on_progress=on_progress)
-        except CorruptCheckpointError as error:
-            self._damage = (published.path, str(error))
-            return {"the published weights are damaged": str(error)}
-        finally:
-            is_over.set()
-        return {}
 
     async def export(self, name: str, version: PolicyVersion) -> None:
         """Keep a permanent copy of the present weights as exports/{name}."""

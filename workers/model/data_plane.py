@@ -1,6 +1,6 @@
 """DataPlane: what redistribution plans becomes true; samples go from the ranks that hold them to those that need them.
 
-    master ──Give──► give ──► courier ──┬─ to ranks of this host: where the values lie ─┐
+    master ──Give──► give ──► Network ──┬─ to ranks of this host: where the values lie ─┐
                                         └─ to others: the values themselves ────────────┴──► network ──┐
     master ──with a call─────────► take: post, wait, put in the store, pass on ◄───────────────────────┘
 

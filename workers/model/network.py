@@ -88,7 +88,7 @@ class Network:
         """Those that have not said the secret yet, the oldest first."""
         self._start(self._accept)
         try:
-            store.set(f"courier {rank}", json.dumps([address, self.port, self.secret.hex()]))
+            store.set(f"transfer server {rank}", json.dumps([address, self.port, self.secret.hex()]))
             self.barrier()
         except BaseException:
             self.close()
@@ -168,7 +168,7 @@ class Network:
 
     def _connection(self, peer: int) -> socket.socket:
         if peer not in self._connections:
-            address, port, secret = json.loads(self._store.get(f"courier {peer}"))
+            address, port, secret = json.loads(self._store.get(f"transfer server {peer}"))
             self._connections[peer] = connection = socket.create_connection((address, port), self.timeout_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(HELLO.pack(bytes.fromhex(secret), self.rank))
@@ -237,7 +237,7 @@ class Network:
             return given
 
     def _start(self, work: Any, *arguments: socket.socket) -> None:
-        threading.Thread(target=work, args=arguments, name=f"courier of rank {self.rank}", daemon=True).start()
+        threading.Thread(target=work, args=arguments, name=f"transfers of rank {self.rank}", daemon=True).start()
 
 
 def _end(connection: socket.socket) -> None:

@@ -193,7 +193,7 @@ def test_samples_that_were_dropped_too_early_are_not_taken_for_others() -> None:
         weakref.finalize(ranks[0].store.arrays(["0:a"], ["input_ids"])[0].base, is_gone.set)
         ranks[0].plane.give([parcel])
         ranks[0].store.drop(["0:a"])
-        assert is_gone.wait(DEADLINE_S)  # the courier holds it until it has said where it was
+        assert is_gone.wait(DEADLINE_S)  # the transfer server holds it until it has said where it was
         with pytest.raises(TransferError, match="rank 0 has dropped samples before they were taken"):
             ranks[1].plane.take([parcel], {"0:a": [5_000_000]})
 
