@@ -23,11 +23,11 @@ from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import DoneError
 from corral.experiments.trial.mode import has_jobs
 from corral.launcher.cluster.errors import answer_or
-from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import HEAD, OwnJobs
 from corral.launcher.files.patience import wait_until
 from corral.launcher.files.patient_files import PatientFiles
+from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.words import FINAL_STATES, NOT_STARTED, WorkerState
@@ -86,7 +86,7 @@ def _has_left(directory: TrialDirectory) -> bool:
     return not is_locked(directory)
 
 
-def stop_trial(facts: TrialFacts, cluster: JobQueue, *, now: bool = False, grace_s: float | None = None) -> Ending:
+def stop_trial(facts: TrialFacts, cluster: SlurmQueue, *, now: bool = False, grace_s: float | None = None) -> Ending:
     """Stops a trial; one that has ended already is left as it is.
 
     Args:
@@ -203,7 +203,7 @@ def _may_run(row: WorkerRow) -> bool:
     return row.state not in _DOWN or (row.state is WorkerState.KEPT_DOWN and row.pid is not None)
 
 
-def find_job(argument: str, cluster: JobQueue) -> Job | None:
+def find_job(argument: str, cluster: SlurmQueue) -> Job | None:
     """The job with this id; None if the cluster does not know it, or does not answer."""
     jobs = answer_or([], cluster.jobs) if argument.isdecimal() else []
     return next((job for job in jobs if job.job_id == argument), None)
@@ -243,7 +243,7 @@ def is_orphan(job: Job, *, now: bool, files: PatientFiles) -> bool:
     return True
 
 
-def cancel_orphan(job: Job, cluster: JobQueue) -> list[str]:
+def cancel_orphan(job: Job, cluster: SlurmQueue) -> list[str]:
     """Ends all jobs of a trial whose directory is gone; returns their ids."""
     uuid = job.tag.get("trial_uuid")
     jobs = [one for one in cluster.jobs() if one.tag.get("trial_uuid") == uuid and one.is_active]
@@ -252,7 +252,7 @@ def cancel_orphan(job: Job, cluster: JobQueue) -> list[str]:
     return [one.job_id for one in jobs]
 
 
-def _cancel_rest(facts: TrialFacts, cluster: JobQueue, files: PatientFiles) -> None:
+def _cancel_rest(facts: TrialFacts, cluster: SlurmQueue, files: PatientFiles) -> None:
     """Nothing of a trial that has ended may start later, or hold nodes that nobody uses."""
     if not has_jobs(facts.mode):
         return

@@ -42,10 +42,8 @@ RANKS: dict[str, list[set[str]]] = {
     ],
     "launcher": [
         {"files", "layout", "terminal", "trial"},
-        {"runners"},
-        {"cluster"},
+        {"cluster", "runners"},
         {"slurm"},
-        {"clusters"},
         {"extra_jobs"},
         {"doctor", "evaluation", "logs", "samples", "status", "submit", "supervisor", "timeline", "tracking"},
         {"follow", "page", "stop"},

@@ -113,6 +113,8 @@ class TrialDirectory:
     stop_request_path = _Below("control/stop.json")
     kept_down_path = _Below("control/kept-down")
     failed_nodes_path = _Below("control/failed-nodes")
+    supervisor_alive_path = _Below("control/supervisor-alive")
+    """What a supervisor touches as long as it wants its extra jobs: they end without it."""
 
     @classmethod
     def of(cls, fileroot: Path, *, experiment: str, trial: str) -> Self:

@@ -48,17 +48,17 @@ class Refusable(Generic[T]):
         self.waiting.append(one)
         return True
 
-    def flush(self) -> str:
-        """Writes what waits; why some of it still does, or ""."""
+    def flush(self) -> OSError | None:
+        """Writes what waits; why some of it still does, or None."""
         with self._flushing:
             while self.waiting:
                 try:
                     self._write(self.waiting[0])
                 except OSError as error:
-                    return str(error)
+                    return error
                 self.waiting.popleft()
                 self.num_written += 1
-        return ""
+        return None
 
 
 class Journal:

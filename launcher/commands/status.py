@@ -20,7 +20,6 @@ from corral.launcher.commands.common import (
 from corral.launcher.commands.completion import complete_trial
 
 if TYPE_CHECKING:
-    from corral.experiments.trial.directory import TrialDirectory
     from corral.launcher.trial.find import TrialFacts
 
 _REDRAW_S = 5.0
@@ -81,21 +80,21 @@ def status(
     )
     look = page.all_trials if facts is None else partial(page.one_trial, facts)
     if facts is not None and output in ("table", "wide"):
-        look = partial(_with_times, look, facts.directory, most=None if explain else 1)
+        look = partial(_with_times, look, facts, most=None if explain else 1)
     if watch:
         _redraw(look)
     else:
         print(look())
 
 
-def _with_times(look: Callable[[], str], directory: "TrialDirectory", *, most: int | None) -> str:
+def _with_times(look: Callable[[], str], facts: "TrialFacts", *, most: int | None) -> str:
     """The page, and below it where the time of the last steps went: `most` sentences, the largest share first."""
     from corral.launcher.files.patient_files import PatientFiles
     from corral.launcher.status.text import fold
     from corral.launcher.timeline.sentence import said_of_latest
 
     try:
-        said = PatientFiles().run(lambda: said_of_latest(directory), directory.timeline_path)
+        said = PatientFiles().run(lambda: said_of_latest(facts), facts.directory.timeline_path)
     except TimeoutError as error:
         said = [str(error)]
     return "\n".join([look(), *(fold(f"time       {line}", terminal_width()) for line in said[:most])])

@@ -49,8 +49,8 @@ def stop(
 
 def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None":
     """The trial that is meant; None if it was a job without a trial directory, which is ended here."""
-    from corral.launcher.clusters import queue_here
     from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.slurm.job_queue import SlurmQueue
     from corral.launcher.stop import cancel_orphan, find_job, is_orphan, trial_of_job
     from corral.launcher.trial.find import TrialNotFoundError, default_fileroot
 
@@ -58,7 +58,7 @@ def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None
     try:
         return find_in_time(files, trial, root)
     except TrialNotFoundError:
-        cluster = queue_here()
+        cluster = SlurmQueue()
         if (job := find_job(trial, cluster)) is None:
             raise
         if (facts := trial_of_job(job, root, files=files)) is not None:
@@ -85,12 +85,12 @@ def _keep_down(found: "Sequence[TrialFacts]", group: str, *, undo: bool) -> None
 def _stop_all(found: "Sequence[TrialFacts]", *, now: bool, grace: float | None, requeue: bool) -> None:
     """All at the same time: each may take its whole grace period."""
     from corral.experiments.trial.mode import has_jobs
-    from corral.launcher.cluster.cached_queue import CachedQueue
-    from corral.launcher.clusters import queue_here
+    from corral.launcher.slurm.cached_queue import CachedQueue
+    from corral.launcher.slurm.job_queue import SlurmQueue
     from corral.launcher.status.reader import StatusReader
     from corral.launcher.stop import requeue_trial, see_through, stop_trial
 
-    cluster = queue_here()
+    cluster = SlurmQueue()
     endings = {
         facts: requeue_trial(facts, grace_s=grace) if requeue else stop_trial(facts, cluster, now=now, grace_s=grace)
         for facts in found

@@ -89,7 +89,6 @@ def submit(
     elif experiment is None:
         raise typer.BadParameter("name an experiment file, or a trial to --resume")
     else:
-        from corral.launcher.clusters import queue_here
         from corral.launcher.submit.prepare import prepare as prepare_trial
 
         _check_working_folder()
@@ -98,7 +97,7 @@ def submit(
             experiment,
             _changes(override, fileroot=fileroot, layout=layout),
             trial_name=trial,
-            mode="local" if local else queue_here().mode,
+            mode="local" if local else "slurm",
             shape=cluster_shape,
             has_place=dry_run not in ("graph", "prompts"),
             profile=profile,
@@ -273,9 +272,9 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
     else:
         print(f"job        {identifier}   {display_path(submission.directory.sbatch_path)}")
     if verbose and submission.layout is not None:
-        from corral.launcher.clusters import cluster_of
+        from corral.launcher.slurm.sbatch import submission_command
 
-        print(f"command    {cluster_of(plan.mode).submission_command(submission.directory)}")
+        print(f"command    {submission_command(submission.directory)}")
     is_default = submission.directory.path.parent.parent == default_fileroot().absolute()
     name = f"{plan.trial.experiment}/{plan.trial.trial}" if is_default else shlex.quote(str(submission.directory.path))
     print(f"next       rl-status {name}\n           rl-logs {name} -f\n           rl-stop {name}", flush=True)

@@ -32,8 +32,8 @@ def trace(
     from corral.launcher.trial.steps import chosen_steps
 
     files = PatientFiles()
-    directory = find_in_time(files, trial, fileroot or default_fileroot()).directory
-    folder = directory.timeline_path
+    facts = find_in_time(files, trial, fileroot or default_fileroot())
+    folder = facts.directory.timeline_path
     if not (there := files.run(lambda: steps_of(folder), folder)):
         hint = "timeline.max_size says how much is kept; the first is there after the first train step"
         raise ConfigError.of("this trial has kept no timeline", hint=hint)
@@ -42,7 +42,7 @@ def trace(
     )
     spans = files.run(lambda: spans_of(folder, chosen), folder)
     if output is None:
-        print("\n".join(files.run(lambda: said_of(spans, directory.metrics_path), folder)))
+        print("\n".join(files.run(lambda: said_of(spans, facts), folder)))
         return
     write_output("-o", output, json.dumps(trace_of(spans)).encode())
     print(

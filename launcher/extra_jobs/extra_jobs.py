@@ -18,13 +18,13 @@ from functools import partial
 from typing import TypeVar
 
 from corral.experiments.trial.directory import atomic_write, remove_file
-from corral.launcher.cluster.cluster import Cluster, PlacedTrial, supervisor_alive_path
 from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import JobNote, OwnJobs
 from corral.launcher.extra_jobs.book import ExtraJobBook, JobSighting, NodesEvent
 from corral.launcher.extra_jobs.gang import GangGuard
-from corral.launcher.layout.layout import RunningAllocation, RunningAllocations
+from corral.launcher.layout.layout import PlacedTrial, RunningAllocation, RunningAllocations
+from corral.launcher.slurm.cluster import SlurmCluster
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,7 +38,7 @@ _CLOSE_TIMEOUT_S = 15.0
 class ExtraJobs:
     """The jobs of one attempt's groups and elastic workers."""
 
-    cluster: Cluster
+    cluster: SlurmCluster
     trial: PlacedTrial
     attempt: int
     own: RunningAllocations
@@ -122,7 +122,7 @@ class ExtraJobs:
         self._record_news()
         if left:
             self.record("extra_jobs_left", jobs=sorted(self._book.jobs()), cause=left)
-        remove_file(supervisor_alive_path(self.trial.directory))
+        remove_file(self.trial.directory.supervisor_alive_path)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _record_news(self) -> None:
@@ -133,7 +133,7 @@ class ExtraJobs:
     def _touch(self, now: float) -> None:
         if now - self._touched_at < _ALIVE_INTERVAL_S:
             return
-        self._touched_at, path = now, supervisor_alive_path(self.trial.directory)
+        self._touched_at, path = now, self.trial.directory.supervisor_alive_path
         try:
             atomic_write(path, f"{time.time()}\n".encode())
         except OSError as error:

@@ -10,12 +10,17 @@ waits for a trial that never started.
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from corral.experiments.trial.directory import TrialDirectory
 from corral.scheduling.slurm_formats import COUNTED_MEMORY, MemoryRules
 from corral.scheduling.worker_information import LayoutKind, WorkerKind, parse_worker_id
+
+if TYPE_CHECKING:  # rl-status reads layouts, and needs no schema of plans
+    from corral.experiments.plan import RunPlan
 
 AllocationRole = Literal["head", "component", "group", "elastic"]
 GpuBinding = Literal["per_task", "slice", "none"]
@@ -138,3 +143,12 @@ class RunningAllocation(msgspec.Struct, frozen=True, kw_only=True):
 
 RunningAllocations = Mapping[int, RunningAllocation]
 """By index into `Layout.allocations`; what does not run is not in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedTrial:
+    """A trial whose workers all have their places on a cluster."""
+
+    plan: "RunPlan"
+    layout: Layout
+    directory: TrialDirectory

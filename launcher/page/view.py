@@ -116,8 +116,9 @@ _MOST_SPANS = 1_500
 _TAIL_BYTES = 1 << 20  # of each worker's file, which has the last steps
 
 
-def timeline_of(folder: Path) -> dict[str, Any] | None:
+def timeline_of(facts: TrialFacts) -> dict[str, Any] | None:
     """Sentences about the last steps, and the longest spans of a few of them; None where no timeline is kept."""
+    folder = facts.directory.timeline_path
     if not (there := sorted(steps_of(folder, most_bytes=_TAIL_BYTES))):
         return None
     spans = spans_of(folder, there[-LATEST_STEPS:], most_bytes=_TAIL_BYTES)
@@ -125,7 +126,7 @@ def timeline_of(folder: Path) -> dict[str, Any] | None:
     longest = sorted(drawn, key=lambda span: -span.seconds)[:_MOST_SPANS]
     begin_s = min(span.start_s for span in drawn)
     return {
-        "said": said_of(spans, TrialDirectory(folder.parent).metrics_path),
+        "said": said_of(spans, facts),
         "first": there[-_DRAWN_STEPS:][0],
         "last": there[-1],
         "left_out": len(drawn) - len(longest),
@@ -240,7 +241,7 @@ class TrialViews:
         num_by_name = Counter(facts.name for facts in trials)
         names = [facts.name if num_by_name[facts.name] == 1 else str(facts.directory.path) for facts in trials]
         self._views = [
-            TrialView(facts, name=name, points=points, answers=answers)
+            ShownTrial(facts, name=name, points=points, answers=answers)
             for facts, name in zip(trials, names, strict=True)
         ]
         self._reader, self._left_out = polite_reader(), left_out
@@ -270,8 +271,8 @@ class TrialViews:
         return msgspec.json.encode({"trials": told, "left_out": self._left_out + len(found) - len(told)})
 
 
-class TrialView:
-    """Of one trial."""
+class ShownTrial:
+    """What the page says of one trial."""
 
     def __init__(self, facts: TrialFacts, *, name: str, points: int, answers: int) -> None:
         """
@@ -302,7 +303,7 @@ class TrialView:
             **self._part(directory.journal_path, _events),
             **self._part(directory.samples_path, self._said),
             # Of all workers' files the master's says when there is a further step.
-            **self._part(spans_path(directory.timeline_path, MASTER), _timeline),
+            **self._part(spans_path(directory.timeline_path, MASTER), self._timeline),
         }
 
     def _part(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -317,6 +318,9 @@ class TrialView:
         lines = read_metrics(path)
         calls = [call.name for call in self._plan.master.step_plan.graph.step_calls] if self._plan else []
         return {**curves_of(lines, most=self._points), "times": _times(step_times_of(lines, calls=calls))}
+
+    def _timeline(self, path: Path) -> dict[str, Any]:
+        return {"timeline": timeline_of(self.facts)}
 
     def _said(self, path: Path) -> dict[str, Any]:
         if self._plan is None or not path.exists():
@@ -348,10 +352,6 @@ def _times(steps: list[StepTimes]) -> dict[str, Any] | None:
 def _as_json(step: StepTimes) -> dict[str, Any]:
     calls = {name: call._asdict() for name, call in step.calls.items()}
     return {"step": step.step, "wait_s": step.wait_s, "commit_s": step.commit_s, "calls": calls}
-
-
-def _timeline(path: Path) -> dict[str, Any]:
-    return {"timeline": timeline_of(path.parent)}
 
 
 def _events(path: Path) -> dict[str, Any]:

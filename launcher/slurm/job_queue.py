@@ -15,13 +15,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
-from corral.experiments.trial.mode import Mode
 from corral.launcher.cluster.errors import answer_or
 from corral.launcher.cluster.jobs import Job
-from corral.launcher.cluster.own_job import OwnJob
 from corral.launcher.slurm.client import SlurmClient, SlurmError, is_installed, queue_command
 from corral.launcher.slurm.parse import keeps_accounts
-from corral.launcher.slurm.step import own_job
 from corral.launcher.slurm.verdict import (
     LimitKind,
     holder_of_reason,
@@ -37,10 +34,13 @@ from corral.scheduling.slurm_formats import expand_host_list
 
 
 class SlurmQueue:
-    """The part of `SlurmCluster` that rl-status needs, and the questions about limits.
+    """This user's jobs, and the questions about limits: all that commands which only look need. It needs no schema.
 
     Args:
         timeout_s: how long a command may take, of a client made here.
+
+    Raises:
+        ClusterError: each method that asks, if SLURM does not answer, unless it says otherwise.
     """
 
     def __init__(self, client: SlurmClient | None = None, *, timeout_s: float = 20.0) -> None:
@@ -49,29 +49,34 @@ class SlurmQueue:
         """What a job exceeds, asked once for each job and reason."""
 
     @property
-    def mode(self) -> Mode:
-        return "slurm"
-
-    @property
     def identity(self) -> str:
+        """Which cluster this machine asks, of several that share a home folder."""
         return "|".join(os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS"))
 
     @property
     def question(self) -> str:
+        """What people type to see what `jobs` saw."""
         return shlex.join(queue_command())
 
     def is_here(self) -> bool:
+        """Whether SLURM's commands are on this machine."""
         return is_installed("squeue")
 
     def jobs(self) -> list[Job]:
+        """Every job of this user that SLURM still knows, those that have ended too."""
         return self._client.queue()
 
     def job(self, job_id: str) -> Job | None:
+        """One job at this moment, though `jobs` show it no more; None once SLURM has forgotten it."""
         values = self._client.job(job_id)
         return job_of_scontrol(values) if values else None
 
     def look_closer(self, job: Job, *, has_run: bool) -> Job:
-        """The job with what its state and reason leave open; where SLURM does not answer, that stays open."""
+        """The job with what its state and reason leave open; where SLURM does not answer, that stays open.
+
+        Args:
+            has_run: whether it has been put back into the queue.
+        """
         word, exit_code, nodes_are_down, exceeded = state_word(job.word), "", False, ""
         with suppress(SlurmError):
             if word == "FAILED":
@@ -111,18 +116,18 @@ class SlurmQueue:
         return keeps_accounts(self._client.settings())
 
     def accounted(self, job_id: str) -> Job | None:
+        """The last that is on record of a forgotten job; None where nothing is, or the cluster keeps no records."""
         state = self._client.accounted_state(job_id) if self._keeps_accounts else ""
         if not state:
             return None
         return replace(job_of_scontrol({"JobId": job_id, "JobState": state}), findings=(f"sacct says {state}",))
 
     def cancel(self, job_id: str) -> None:
+        """Ends a job; one that has ended already is no error."""
         self._client.cancel(job_id)
 
-    def own_job(self, environment: Mapping[str, str]) -> OwnJob | None:
-        return own_job(environment)
-
     def failed_nodes(self, hosts: Sequence[str]) -> list[str]:
+        """Those of some nodes that have failed; none if SLURM does not say."""
         states = {node.name: node.state for node in answer_or([], self._client.nodes)}
         return [host for host in hosts if states.get(host, "").startswith(("down", "fail"))]
 

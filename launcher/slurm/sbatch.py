@@ -21,9 +21,8 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.own_python import own_python
 from corral.experiments.regular_file import read_regular
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.cluster import PlacedTrial, supervisor_alive_path
 from corral.launcher.cluster.own_jobs import job_name
-from corral.launcher.layout.layout import Allocation, Layout
+from corral.launcher.layout.layout import Allocation, Layout, PlacedTrial
 from corral.scheduling.scheduling import option_name
 from corral.scheduling.slurm_formats import check_plain_text
 
@@ -81,7 +80,7 @@ def render_extra_job(directory: TrialDirectory) -> str:
     return render_shipped(
         "extra_job.sbatch.j2",
         directory=path,
-        alive=str(supervisor_alive_path(directory)),
+        alive=str(directory.supervisor_alive_path),
         silence_s=SUPERVISOR_SILENCE_S,
         interval_s=_LOOK_INTERVAL_S,
     )

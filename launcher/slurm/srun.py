@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from corral.experiments.trial.tether import die_with_parent
-from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.cluster.jobs import JobPhase
-from corral.launcher.layout.layout import RunningAllocation, RunningAllocations, Step
+from corral.launcher.layout.layout import PlacedTrial, RunningAllocation, RunningAllocations, Step
 from corral.launcher.runners.containers import ContainedCommand, contain
 from corral.launcher.runners.guard import guarded
 from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailableError, start_process
@@ -146,12 +145,14 @@ def signal_tasks(tasks: Collection[SrunTask], signals: StepSignals, *, kill: boo
 
 @dataclass(slots=True, kw_only=True)
 class SrunRunner:
-    """Starts workers as steps of the trial's allocations; what it is given is as of `Cluster.make_runner`."""
+    """Starts workers as steps of the trial's allocations."""
 
     client: SlurmClient
     trial: PlacedTrial
     allocations: Callable[[], RunningAllocations]
+    """What runs at the moment; asked at each start."""
     why_away: Callable[[int], str] = lambda allocation: "its job does not run"
+    """The job of an allocation that does not run, and its reason, for an error's text."""
     _signals: StepSignals = field(init=False)
     _moved: dict[str, Step] = field(default_factory=dict)
     _address_by_host: dict[str, str] = field(default_factory=dict)

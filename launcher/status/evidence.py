@@ -12,9 +12,9 @@ from pathlib import Path
 from corral.experiments.trial.attempts import AttemptEnd, AttemptRecord
 from corral.experiments.trial.directory import StopRequest
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.launcher.cluster.cached_queue import QueueAnswer
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_jobs import HEAD, JobIndex, OwnJobs
+from corral.launcher.slurm.cached_queue import QueueAnswer
 from corral.launcher.trial.ends import End
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.view import Finding, PastAttempt, TrialView, WorkerLife

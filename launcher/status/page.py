@@ -15,10 +15,10 @@ from pathlib import Path
 from corral.experiments.trial.attempts import AttemptEnd
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.mode import has_jobs
-from corral.launcher.cluster.cached_queue import CachedQueue, QueueAnswer
 from corral.launcher.cluster.jobs import Job
-from corral.launcher.clusters import queue_here
 from corral.launcher.files.lookout import Lookout
+from corral.launcher.slurm.cached_queue import CachedQueue, QueueAnswer
+from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.evidence import Evidence, find_strays
 from corral.launcher.status.judge import TrialStatus, unreadable
 from corral.launcher.status.reader import StatusReader
@@ -119,7 +119,7 @@ class StatusPage:
         Args:
             experiment: the only one whose trials are listed; None lists all.
         """
-        self._cluster = queue_here(timeout_s=10.0)
+        self._cluster = SlurmQueue(timeout_s=10.0)
         self._queue = CachedQueue(self._cluster)
         self._lookout: Lookout[Path] = Lookout()
         self._reader = StatusReader(self._cluster, queue=self._queue, lookout=self._lookout)
@@ -175,7 +175,7 @@ class StatusPage:
         strays = find_strays(answer.jobs, {one.uuid for one in trials.values() if isinstance(one, TrialFacts)})
         found = self._lookout.look({path: path.is_dir for _, path in strays if not isinstance(trials.get(path), str)})
         return [
-            _orphan(job, path, self._cluster.mode, does_answer=found[path] is False)
+            _orphan(job, path, does_answer=found[path] is False)
             for job, path in strays
             if path in found and found[path] is not True
         ]
@@ -185,14 +185,14 @@ def _is_old(status: TrialStatus) -> bool:
     return status.is_final and status.ended_at is not None and time.time() - status.ended_at > SHOWN_AFTER_END_S
 
 
-def _orphan(job: Job, directory: Path, mode: str, *, does_answer: bool) -> TrialStatus:
+def _orphan(job: Job, directory: Path, *, does_answer: bool) -> TrialStatus:
     if does_answer:
         advice = f"directory missing: {directory}; rl-stop {job.job_id} or scancel {job.job_id} ends it"
     else:
         advice = f"directory does not answer: {directory}; is its file system there?"
     return replace(
         unreadable(directory, f"{job.note}; {advice}" if job.note else advice),
-        mode=mode,
+        mode="slurm",
         state=TrialState.of(job.state),
         nodes=job.num_nodes,
         job_id=job.job_id,

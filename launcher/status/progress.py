@@ -24,7 +24,7 @@ _EXIT_BY_STATE = {
     TrialState.CANCELLED: CommandExit.STOPPED,
 }
 _LOOK_INTERVAL_S = 0.5
-_CLUSTER_LOOK_INTERVAL_S = 1.0  # of files and Redis; the queue itself is asked less often, see cluster/cached_queue.py
+_CLUSTER_LOOK_INTERVAL_S = 1.0  # of files and Redis; the queue itself is asked less often, see slurm/cached_queue.py
 _PLAIN_INTERVAL_S = 5.0
 _BAR_WIDTH = 24
 _MIN_BAR_WIDTH = 8

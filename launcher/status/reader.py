@@ -17,14 +17,13 @@ from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, TrialLogError
 from corral.experiments.trial.mode import has_jobs
-from corral.launcher.cluster.cached_queue import CachedQueue, QueueAnswer
 from corral.launcher.cluster.errors import answer_or
-from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.cluster.own_jobs import OwnJobs
-from corral.launcher.clusters import queue_here
 from corral.launcher.files.free_room import why_no_room
 from corral.launcher.files.lookout import Lookout, Unanswered
+from corral.launcher.slurm.cached_queue import CachedQueue, QueueAnswer
+from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.evidence import Evidence, ExtraJob, TrialJobs, find_jobs
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
 from corral.launcher.trial.find import TrialFacts
@@ -51,12 +50,12 @@ class StatusReader:
 
     def __init__(
         self,
-        cluster: JobQueue | None = None,
+        cluster: SlurmQueue | None = None,
         *,
         queue: CachedQueue | None = None,
         lookout: Lookout[Path] | None = None,
     ) -> None:
-        self._cluster = cluster or queue_here(timeout_s=_CLUSTER_TIMEOUT_S)
+        self._cluster = cluster or SlurmQueue(timeout_s=_CLUSTER_TIMEOUT_S)
         self._queue = queue
         self._lookout: Lookout[Path] = lookout or Lookout()
 
@@ -132,7 +131,7 @@ class StatusReader:
 
 def polite_reader() -> StatusReader:
     """For commands that look again and again: whatever their number, the cluster is asked rarely."""
-    cluster = queue_here(timeout_s=_CLUSTER_TIMEOUT_S)
+    cluster = SlurmQueue(timeout_s=_CLUSTER_TIMEOUT_S)
     return StatusReader(cluster, queue=CachedQueue(cluster))
 
 

@@ -20,8 +20,7 @@ from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, Con
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.leftovers import temporary_folder
-from corral.launcher.cluster.cluster import PlacedTrial
-from corral.launcher.layout.layout import Allocation, Layout
+from corral.launcher.layout.layout import Allocation, Layout, PlacedTrial
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.containers import PROGRAM_RUNTIMES
 from corral.launcher.slurm.client import Complaint, SlurmClient, SlurmError, SlurmUnreachableError

@@ -28,9 +28,9 @@ from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.mode import Mode, has_jobs
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.own_jobs import OwnJobs
-from corral.launcher.clusters import cluster_of
 from corral.launcher.files.patience import wait_until
 from corral.launcher.runners.local import share_gpus, visible_gpus, wanted_gpus
+from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.submit.asks import raise_problems
 from corral.launcher.submit.environments import changed_environment, check_inputs, listed_rows
 from corral.launcher.submit.imagined import ClusterShape, check_on_shape
@@ -216,7 +216,7 @@ def refuse_living(plan: RunPlan, directory: TrialDirectory) -> None:
         raise SubmissionError(f"trial {name} still runs; rl-status {name} shows it")
     if has_jobs(plan.mode):
         try:
-            jobs = cluster_of(plan.mode).jobs()
+            jobs = SlurmCluster().jobs()
         except ClusterError as error:
             raise SubmissionError(f"cannot tell whether trial {name} still runs: {error}") from error
         for job, _ in OwnJobs(directory, plan.trial).select(jobs):

@@ -23,15 +23,14 @@ from corral.experiments.trial.attempts import last_attempt, read_end, record_att
 from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write, read_tail
 from corral.experiments.trial.journal import Journal, read_journal
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.cluster.errors import SubmissionUnknownError
 from corral.launcher.cluster.own_jobs import OwnJobs
-from corral.launcher.cluster.submit_once import is_head_of, submit_once
-from corral.launcher.clusters import cluster_of
 from corral.launcher.files.patience import wait_until
-from corral.launcher.layout.layout import Layout
+from corral.launcher.layout.layout import Layout, PlacedTrial
 from corral.launcher.runners.runner import start_process
 from corral.launcher.slurm.client import clean_environment
+from corral.launcher.slurm.cluster import SlurmCluster
+from corral.launcher.slurm.submit_once import is_head_of, submit_once
 from corral.launcher.submit.prepare import NameTakenError, Submission, SubmissionError, refuse_living
 from corral.launcher.trial.ends import ends_of
 from corral.launcher.trial.lock import SubmissionRunsError, is_locked, submitting
@@ -206,7 +205,7 @@ def _wait_until_it_supervises(
 
 def _start_on_cluster(submission: Submission, layout: Layout, attempt: int) -> str:
     plan, directory = submission.plan, submission.directory
-    cluster, own = cluster_of(plan.mode), OwnJobs(directory, plan.trial)
+    cluster, own = SlurmCluster(), OwnJobs(directory, plan.trial)
     atomic_write(directory.layout_path, layout.to_json())
     cluster.write_scripts(PlacedTrial(plan=plan, layout=layout, directory=directory))
     job_id = submit_once(cluster, lambda: cluster.submit_trial(directory), is_it=is_head_of(own))
@@ -229,7 +228,7 @@ def script_of(submission: Submission) -> bytes | None:
     if submission.layout is None:
         return None
     trial = PlacedTrial(plan=submission.plan, layout=submission.layout, directory=submission.directory)
-    return cluster_of(submission.plan.mode).script(trial)
+    return SlurmCluster().script(trial)
 
 
 def _config_text(written: Mapping[str, Any]) -> bytes:

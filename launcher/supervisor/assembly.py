@@ -16,11 +16,11 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.secrets import SECRETS_FILE, TrialSecrets
-from corral.launcher.cluster.cluster import PlacedTrial
-from corral.launcher.clusters import cluster_of
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
-from corral.launcher.layout.layout import Layout
+from corral.launcher.layout.layout import Layout, PlacedTrial
 from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus, wanted_gpus
+from corral.launcher.slurm.cluster import SlurmCluster
+from corral.launcher.slurm.step import own_job
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.continuation import Continuation
 from corral.launcher.supervisor.keeper import fail
@@ -81,8 +81,8 @@ def make_supervisor(
         gpus = share_gpus(wanted_gpus(plan), visible_gpus())
         local = LocalRunner(bind_address=plan.cluster.bind_address, gpus_by_worker=gpus)
         return Supervisor(tasks=tasks(runner=local, redis=redis_at(host=local.bind_address(""))), signals=signals)
-    cluster = cluster_of(plan.mode)
-    own = cluster.own_job(os.environ)
+    cluster = SlurmCluster()
+    own = own_job(os.environ)
     if own is None:
         raise ValueError(f"trial {directory.path} runs in jobs, and this supervisor in none; submit it with rl-submit")
     layout = Layout.from_json(directory.layout_path.read_bytes())
@@ -104,7 +104,7 @@ def make_supervisor(
         signals=signals,
         extra_jobs=extra_jobs,
         continuation=Continuation(
-            cluster=cluster_of(plan.mode, timeout_s=_CONTINUATION_TIMEOUT_S),
+            cluster=SlurmCluster(timeout_s=_CONTINUATION_TIMEOUT_S),
             trial=trial,
             own=own,
             record=recorder.event,

@@ -45,9 +45,9 @@ from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, StoppedError, TrialLogError
 from corral.launcher.cluster.own_job import JobEnd
-from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.continuation import Continuation
 from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.units import EndTrial
 
 ADVICE = "continue with rl-submit --resume"
 _REFUSED = "no further job could be submitted"

@@ -30,10 +30,10 @@ from corral.experiments.trial.log_state import StoppedError
 from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.cluster.errors import answer_or
-from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.own_job import OwnJob
-from corral.launcher.clusters import queue_of
 from corral.launcher.files.patience import FilePatience
+from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.slurm.step import own_job
 from corral.launcher.supervisor.recorder import note_failed_node
 from corral.launcher.trial.find import TrialFacts, load_facts
 from corral.launcher.trial.processes import describe_this_process
@@ -41,9 +41,9 @@ from corral.launcher.trial.processes import describe_this_process
 _ASK_TIMEOUT_S = 5.0
 
 
-def _start_of(cluster: JobQueue | None) -> OwnJob:
+def _start_of(mode: str) -> OwnJob:
     """The start of a job that this process is; where there is no job, the process itself stands for it."""
-    own = cluster.own_job(os.environ) if cluster is not None else None
+    own = own_job(os.environ) if has_jobs(mode) else None
     if own is not None:
         return own
     this = describe_this_process()
@@ -57,7 +57,7 @@ def claim_decides(directory: TrialDirectory) -> bool:
     previous = last_attempt(directory)
     if previous is None or not has_jobs(previous.mode):
         return False
-    start, claim = _start_of(queue_of(previous.mode)), read_claim(directory, previous.attempt)
+    start, claim = _start_of(previous.mode), read_claim(directory, previous.attempt)
     return claim is None or not claim.is_of(start.job_id, start.restart_count)
 
 
@@ -70,8 +70,8 @@ def open_attempt(directory: TrialDirectory, *, patience: FilePatience | None = N
     """
     patience = patience or FilePatience()
     mode = patience.insist("read the plan", the_facts, directory).mode
-    cluster = queue_of(mode, timeout_s=_ASK_TIMEOUT_S) if has_jobs(mode) else None
-    start = _start_of(cluster)
+    cluster = SlurmQueue(timeout_s=_ASK_TIMEOUT_S) if has_jobs(mode) else None
+    start = _start_of(mode)
     predecessor = patience.insist("read the last attempt", _predecessor_of, directory, start)
     end = None
     if predecessor is not None:
@@ -124,7 +124,7 @@ def _renew(directory: TrialDirectory) -> None:
 
 
 def _end_of_predecessor(
-    directory: TrialDirectory, attempt: int, claim: AttemptClaim, start: OwnJob, cluster: JobQueue | None
+    directory: TrialDirectory, attempt: int, claim: AttemptClaim, start: OwnJob, cluster: SlurmQueue | None
 ) -> AttemptEnd:
     """How the attempt before ended; whoever wanted the trial to end there is heeded, by a stop in the trial log."""
     by = _final_request(directory)

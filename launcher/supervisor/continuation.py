@@ -19,13 +19,14 @@ import msgspec
 
 from corral.experiments.trial.attempts import EndState
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
-from corral.launcher.cluster.cluster import Cluster, PlacedTrial
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_job import JobEnd, OwnJob
 from corral.launcher.cluster.own_jobs import OwnJobs
-from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.files.patience import insist
+from corral.launcher.layout.layout import PlacedTrial
+from corral.launcher.slurm.cluster import SlurmCluster
+from corral.launcher.slurm.submit_once import is_head_of, submit_once
 from corral.launcher.supervisor.recorder import note_failed_node
 
 _SWEEP_TIMEOUT_S = 15.0
@@ -35,7 +36,7 @@ _SWEEP_TIMEOUT_S = 15.0
 class Continuation:
     """The cluster's part in what follows one attempt."""
 
-    cluster: Cluster
+    cluster: SlurmCluster
     """With a short timeout, as it may be about to kill us."""
     trial: PlacedTrial
     own: OwnJob

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from corral.launcher.cluster.cluster import AllocationRunner
 from corral.launcher.cluster.errors import answer_or
-from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.layout.layout import Layout, RunningAllocation, Step
+from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.slurm.srun import SrunRunner
 from corral.scheduling.worker_information import WorkerKind, parse_worker_id
 
 _SERVE_TOGETHER: tuple[WorkerKind, ...] = ("generation_server", "rollout_worker")
@@ -112,7 +112,7 @@ class NodeLoss:
         head: the supervisor's own job.
     """
 
-    def __init__(self, *, cluster: JobQueue, layout: Layout, head: RunningAllocation, runner: AllocationRunner) -> None:
+    def __init__(self, *, cluster: SlurmQueue, layout: Layout, head: RunningAllocation, runner: SrunRunner) -> None:
         self._cluster = cluster
         self._layout = layout
         self._head = head

@@ -20,7 +20,7 @@ from corral.experiments.trial.attempts import AttemptEnd, write_end
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal, Refusable, event_line
 from corral.experiments.trial.tether import die_with_parent
-from corral.launcher.files.file_thread import FileThread
+from corral.launcher.files.file_thread import FileThread, is_momentary
 from corral.launcher.trial.lock import PAGE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ class Recorder:
         self._writes = Refusable[Callable[[], None]](lambda write: write())
         self._trouble = ""
         """Why something could not be written when it was told; "" if all is well."""
+        self._is_for_good = False
+        """Whether it never can be, as in a folder that was removed."""
         self._num_late = 0
         self._next_try = 0.0
 
@@ -69,7 +71,7 @@ class Recorder:
         """Waits until all is written; lines that are not in time go to this process's own log."""
         deadline = time.monotonic() + timeout_s
         while wait([self._files.submit(self._write)], max(0.0, deadline - time.monotonic())).done:
-            if not self._trouble or time.monotonic() + _PAUSE_S > deadline:
+            if not self._trouble or self._is_for_good or time.monotonic() + _PAUSE_S > deadline:
                 break
             time.sleep(_PAUSE_S)
         for line in tuple(self._lines.waiting):
@@ -80,6 +82,7 @@ class Recorder:
         before = self._num_written
         lines_refused, files_refused = self._lines.flush(), self._writes.flush()
         refused = lines_refused or files_refused
+        self._is_for_good = refused is not None and not is_momentary(refused)
         self._num_late += (self._num_written - before) * bool(self._trouble)
         if not refused and self._trouble:
             numbers = {"late": self._num_late, "dropped": self._lines.num_dropped + self._writes.num_dropped}
@@ -88,7 +91,7 @@ class Recorder:
             refused = self._lines.flush()
         elif refused and not self._trouble:
             logger.warning("journal or files of control/ cannot be written now: %s", refused)
-        self._trouble = refused
+        self._trouble = str(refused or "")
 
     @property
     def _num_written(self) -> int:

@@ -14,6 +14,7 @@ one if it is killed; whatever ends it ends what it has started.
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from signal import Signals
@@ -26,16 +27,6 @@ from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.files.patience import wait_until
-from corral.launcher.supervisor.actions import (
-    Action,
-    AppendStop,
-    CheckNodes,
-    EndTrial,
-    GiveUpUnit,
-    SignalTask,
-    StartUnit,
-    UnitNews,
-)
 from corral.launcher.supervisor.attempt_end import EndShell
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.continuation import Continuation
@@ -50,7 +41,18 @@ from corral.launcher.supervisor.unit_specs import (
     UnitNodes,
     units_of_plan,
 )
-from corral.launcher.supervisor.units import TrialPhase, UnitMachine
+from corral.launcher.supervisor.units import (
+    Action,
+    AppendStop,
+    CheckNodes,
+    EndTrial,
+    GiveUpUnit,
+    SignalTask,
+    StartUnit,
+    TrialPhase,
+    UnitMachine,
+    UnitNews,
+)
 from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.ends import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
@@ -297,9 +299,8 @@ class Supervisor:
     def _append_stop(self, reason: str) -> None:
         stop = partial(self._log.request_stop, "supervisor", reason=reason[:1000], then=self._ends.machine.then)
         try:
-            self._looks.run(stop, self.directory.log_path)
-        except StoppedError:
-            pass  # the trial ended by itself in the meantime; the end that is in the log counts
+            with suppress(StoppedError):  # the trial ended by itself in the meantime; the end that is in the log counts
+                self._looks.run(stop, self.directory.log_path)
         except (OSError, TrialLogError) as error:
             # It fences a master that we end anyway.
             self._record("stop_not_appended", cause=str(error))

@@ -16,8 +16,7 @@ from corral.experiments.trial.attempts import AttemptRecord, EndState
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
 from corral.launcher.layout.layout import Allocation, Layout
-from corral.launcher.supervisor.actions import Action
-from corral.launcher.supervisor.units import TRAINER_UNIT, TrialPhase, UnitMachine, UnitSpec
+from corral.launcher.supervisor.units import TRAINER_UNIT, Action, TrialPhase, UnitMachine, UnitSpec
 
 REDIS_UNIT = "redis"
 TRACKER = "tracker"

@@ -22,25 +22,82 @@ The shell (supervisor.py) owns processes, files and clocks; nothing here does I/
 A task is one worker process. The tasks of one unit share collectives: one dies, all start again.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Literal
 
 from corral.experiments.config.cluster import SupervisionConfig
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.attempts import EndState
-from corral.launcher.supervisor.actions import (
-    Action,
-    AppendStop,
-    CheckNodes,
-    EndTrial,
-    GiveUpUnit,
-    SignalTask,
-    StartUnit,
-    UnitNews,
-)
 from corral.launcher.trial.ends import TaskExit
 from corral.scheduling.restarts import growing_pause
+
+# What the machine orders; the supervisor's loop carries it out.
+
+
+@dataclass(frozen=True, slots=True)
+class StartUnit:
+    """Start every task of the unit under a new incarnation."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignalTask:
+    """Ask a task to end (SIGTERM), or end it (SIGKILL)."""
+
+    task: str
+    kill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UnitNews:
+    """News for the journal of a unit that ended.
+
+    unit_restarting: it will start again after the pause; unit_left: it ended for a reason that is not its own, and
+    starts again when it may.
+    """
+
+    event: Literal["unit_restarting", "unit_left"]
+    unit: str
+    cause: str
+    fields: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckNodes:
+    """Find out whether the unit's nodes are still there; `nodes_stay` or `nodes_lost` is the answer."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpUnit:
+    """An optional unit is out of budget: the trial goes on without it."""
+
+    unit: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class AppendStop:
+    """Fence the trial: append Stop to the trial log before anything is killed."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndTrial:
+    """Nothing runs any more."""
+
+    outcome: EndState
+    cause: str
+    failed: str = ""
+    """The task whose end ends the trial; "" if none does."""
+
+
+Action = StartUnit | SignalTask | UnitNews | CheckNodes | GiveUpUnit | AppendStop | EndTrial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

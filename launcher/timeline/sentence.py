@@ -10,14 +10,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.spans import PHASES, Span
 from corral.experiments.trial.worker_record import MASTER
 from corral.launcher.timeline.reader import spans_of, steps_in, steps_of
+from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.metrics import last_lines
 from corral.launcher.trial.watchers import dropped_share
 
@@ -273,26 +272,25 @@ def explain_time(spans: Sequence[Span], *, dropped: float = 0.0, trial: str = ""
     return sorted(causes, key=lambda cause: -cause.share)
 
 
-def said_of_latest(directory: TrialDirectory) -> list[str]:
+def said_of_latest(facts: TrialFacts) -> list[str]:
     """As `said_of`, of the last steps of a trial; nothing where none are kept."""
-    folder = directory.timeline_path
+    folder = facts.directory.timeline_path
     if not (there := steps_of(folder, most_bytes=_TAIL_BYTES)):
         return []
-    return said_of(spans_of(folder, sorted(there)[-LATEST_STEPS:], most_bytes=_TAIL_BYTES), directory.metrics_path)
+    return said_of(spans_of(folder, sorted(there)[-LATEST_STEPS:], most_bytes=_TAIL_BYTES), facts)
 
 
-def said_of(spans: Sequence[Span], metrics: Path) -> list[str]:
+def said_of(spans: Sequence[Span], facts: TrialFacts) -> list[str]:
     """The sentence about these steps, which tells the largest cause, and one for each of the others.
 
     Args:
-        metrics: metrics.jsonl of the trial, whose last lines say how many prompts were dropped.
+        facts: of the trial, whose last metrics say how many prompts were dropped.
     """
     steps = steps_in(spans)
     if not steps:
         return []
     first, last = min(steps), max(steps)
     where = f"step {first}" if first == last else f"steps {first} to {last}"
-    dropped = dropped_share(last_lines(metrics), steps)
-    trial = "/".join(metrics.parent.parts[-2:])
-    head, *others = list(map(str, explain_time(spans, dropped=dropped, trial=trial))) or ["nothing stands out"]
+    dropped = dropped_share(last_lines(facts.directory.metrics_path), steps)
+    head, *others = list(map(str, explain_time(spans, dropped=dropped, trial=facts.name))) or ["nothing stands out"]
     return [f"of {Figures(spans).wall_s:.3g} s in {where}, {head}", *(f"besides, {other}" for other in others)]

@@ -6,7 +6,6 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -135,7 +134,7 @@ def load_facts(directory: TrialDirectory) -> TrialFacts | None:
             trial=plan["trial"]["trial"],
             uuid=plan["trial"]["uuid"],
             mode=plan["mode"],
-            total_steps=_total_steps(plan),
+            total_steps=next((worker["total_steps"] for worker in plan["workers"] if "total_steps" in worker), None),
             workers=tuple(planned_workers(plan["workers"])),
             lease_ttl_s=float(plan["supervision"]["lease_ttl_s"]),
             setup_timeout_s=float(plan["supervision"]["setup_timeout_s"]),
@@ -150,13 +149,3 @@ def load_facts(directory: TrialDirectory) -> TrialFacts | None:
             f"runs of the trial with scancel or kill, and submit {directory.config_path} as a new trial; its model may "
             f"be the weights of a checkpoint in {directory.checkpoints_path}"
         ) from error
-
-
-def _total_steps(plan: dict[str, Any]) -> int | None:
-    master = next((worker for worker in plan["workers"] if worker["kind"] == "master_worker"), None)
-    if master is None:
-        return None
-    control = master["control"]
-    in_all = master["num_prompts"] * control["total_train_epochs"]
-    steps = -(-in_all // master["train_batch_size"])
-    return int(min(steps, control["max_steps"] or steps))

@@ -1,7 +1,9 @@
 """The real supervisor, started as rl-submit starts it, with stub workers instead of the real ones."""
 
+import json
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 from corral.experiments.trial.attempts import AttemptRecord
@@ -24,5 +26,10 @@ if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[2]))  # a script does not know the tests as a package
     from tests.launcher.supervisor.broken_files import install
 
-    install(Path(sys.argv[sys.argv.index("--trial") + 1]))
+    trial = Path(sys.argv[sys.argv.index("--trial") + 1])
+    install(trial)
+    if (trial / "shorter.json").exists():
+        for name, seconds in json.loads((trial / "shorter.json").read_text()).items():
+            module, _, constant = name.rpartition(".")
+            setattr(import_module(f"corral.launcher.supervisor.{module}"), constant, seconds)
     leave(main(sys.argv[1:], own_command=COMMAND, worker_command=stub_command))

@@ -32,10 +32,9 @@ from corral.experiments.worker_specs import (
     SourceSpec,
     WorkerSpec,
 )
-from corral.launcher.cluster.cluster import PlacedTrial
-from corral.launcher.cluster.job_queue import JobQueue
-from corral.launcher.clusters import queue_here
+from corral.launcher.layout.layout import PlacedTrial
 from corral.launcher.layout.planner import plan_layout
+from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.stop import see_through, stop_trial
@@ -173,6 +172,10 @@ class StubTrial:
     def behave(self, behaviour: Mapping[str, Sequence[str]]) -> None:
         (self.directory.path / "stub.json").write_text(json.dumps(behaviour))
 
+    def shorten(self, seconds: Mapping[str, float]) -> None:
+        """Shorter waits for its keeper and supervisor, by constants of launcher/supervisor: `silence._TIMEOUT_S`."""
+        (self.directory.path / "shorter.json").write_text(json.dumps(dict(seconds)))
+
     def prepare(self, *, attempt: int = 0, resume: bool = False) -> None:
         TrialSecrets.create(self.directory.secrets_path)
         record_attempt(self.directory, attempt=attempt, resume=resume, mode=self.plan.mode)
@@ -236,10 +239,10 @@ class StubTrial:
 
 
 def stop_and_wait(
-    facts: TrialFacts, cluster: JobQueue | None = None, reader: StatusReader | None = None, **options: Any
+    facts: TrialFacts, cluster: SlurmQueue | None = None, reader: StatusReader | None = None, **options: Any
 ) -> TrialStatus:
     """How a trial ended that rl-stop has stopped."""
-    cluster = cluster or queue_here()
+    cluster = cluster or SlurmQueue()
     (end,) = see_through({facts: stop_trial(facts, cluster, **options)}, reader or StatusReader(cluster)).values()
     if isinstance(end, Exception):
         raise end

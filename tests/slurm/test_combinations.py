@@ -13,9 +13,9 @@ from corral.experiments.trial.log import TrialLog
 from corral.launcher.cluster.errors import UncertainSubmissionError
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import OwnJobs
-from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.slurm.submit_once import is_head_of, submit_once
 from corral.launcher.submit.prepare import Submission, SubmissionError, prepare_resume
 from corral.launcher.submit.start import start
 from tests.integration.evidence import (

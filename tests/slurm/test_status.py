@@ -14,8 +14,8 @@ import pytest
 
 from corral.experiments.trial.attempts import AttemptEnd, EndState, record_attempt, write_end
 from corral.experiments.trial.journal import Journal
-from corral.launcher.cluster.cached_queue import CachedQueue
 from corral.launcher.files.patient_files import PatientFiles
+from corral.launcher.slurm.cached_queue import CachedQueue
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.judge import TrialStatus

@@ -396,7 +396,7 @@ def test_a_job_that_was_taken_keeps_its_folder_though_the_journal_cannot_be_writ
     submission = replace(prepared, plan=plan, layout=plan_layout(plan))
     start.create(submission)
     submission.directory.journal_path.mkdir()
-    monkeypatch.setattr(start, "cluster_of", lambda mode: SlurmCluster(Taken()))
+    monkeypatch.setattr(start, "SlurmCluster", lambda: SlurmCluster(Taken()))
     assert start.start(submission) == "7"
     assert submission.directory.plan_path.exists() and "could not be written" in caplog.text
     submission.directory.journal_path.rmdir()
@@ -457,7 +457,7 @@ def test_a_resume_that_the_cluster_refuses_changes_nothing(
     directory.start_attempt_logs(0)
     write_end(directory, AttemptEnd(attempt=0, state=EndState.FAILED, cause="boom", then=""))
     before = files_of(directory)
-    monkeypatch.setattr(start, "cluster_of", lambda mode: SlurmCluster(Refusing()))
+    monkeypatch.setattr(start, "SlurmCluster", lambda: SlurmCluster(Refusing()))
     monkeypatch.setattr(start, "refuse_living", lambda plan, directory: None)
     with pytest.raises(SlurmError, match="QOSMaxSubmit"):
         start.start(submission, resume=True)

@@ -10,11 +10,10 @@ import pytest
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.extra_jobs.book import NodesEvent
 from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
-from corral.launcher.layout.layout import RunningAllocation
+from corral.launcher.layout.layout import PlacedTrial, RunningAllocation
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmUnreachableError
 from corral.launcher.slurm.cluster import SlurmCluster

@@ -12,8 +12,7 @@ import pytest
 from corral.experiments.config.cluster import ClusterConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.cluster import PlacedTrial
-from corral.launcher.layout.layout import RunningAllocation, Step
+from corral.launcher.layout.layout import PlacedTrial, RunningAllocation, Step
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.runners.containers import ContainedCommand, contain
 from corral.launcher.runners.runner import NodesNotAvailableError

@@ -18,10 +18,10 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.launcher.cluster.cached_queue import QueueAnswer
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import JobNote, OwnJobs
 from corral.launcher.files import lookout
+from corral.launcher.slurm.cached_queue import QueueAnswer
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status import page as page_module
 from corral.launcher.status import reader

@@ -17,8 +17,8 @@ from corral.experiments.trial.attempts import AttemptEnd, AttemptRecord, EndStat
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import Trouble, WeightUpdate, WorkerRecord
-from corral.launcher.cluster.cached_queue import QueueAnswer
 from corral.launcher.cluster.jobs import Job
+from corral.launcher.slurm.cached_queue import QueueAnswer
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.evidence import Evidence, ExtraJob

@@ -12,19 +12,17 @@ from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.launcher.cluster.cluster import PlacedTrial
 from corral.launcher.files.file_thread import FileThread
-from corral.launcher.layout.layout import RunningAllocation
+from corral.launcher.layout.layout import PlacedTrial, RunningAllocation
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
 from corral.launcher.slurm.srun import SrunRunner
-from corral.launcher.supervisor.actions import StartUnit, UnitNews
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import SupervisorExit
 from corral.launcher.supervisor.supervisor import Supervisor
 from corral.launcher.supervisor.unit_specs import worker_command
-from corral.launcher.supervisor.units import MAX_PAUSE_S, UnitMachine, UnitSpec
+from corral.launcher.supervisor.units import MAX_PAUSE_S, StartUnit, UnitMachine, UnitNews, UnitSpec
 from corral.launcher.trial.ends import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.launcher.trial.rendezvous import redis_of_trial

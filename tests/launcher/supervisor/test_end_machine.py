@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from corral.experiments.trial.attempts import AttemptRefusedError, EndState, WhyNot
 from corral.launcher.slurm.cluster import JobEnd
-from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.attempt_end import EndMachine, EndPhase
+from corral.launcher.supervisor.units import EndTrial
 
 STOPPED = EndTrial(EndState.STOPPED, "the grace period ended")
 FAILED = EndTrial(EndState.FAILED, "model_worker used up its restarts")
@@ -223,7 +223,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     has_queue=st.booleans(),
     events=st.lists(EVENTS, max_size=8),

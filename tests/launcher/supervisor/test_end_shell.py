@@ -17,10 +17,10 @@ from corral.launcher.files.file_thread import FileThread
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.supervisor import continuation
-from corral.launcher.supervisor.actions import EndTrial
 from corral.launcher.supervisor.attempt_end import EndShell
 from corral.launcher.supervisor.continuation import Continuation
 from corral.launcher.supervisor.recorder import Recorder
+from corral.launcher.supervisor.units import EndTrial
 from tests.launcher.jobs import job_of
 from tests.launcher.supervisor.test_end_machine import Verdict
 from tests.launcher.trials import StubTrial

@@ -38,24 +38,21 @@ def test_a_disk_that_is_full_or_lost_for_a_while_ends_nothing_and_is_told_later(
     assert trial.ended()["state"] == "STOPPED" and trial.processes() == []
 
 
-@pytest.mark.parametrize(
-    ("error", "path"),
-    [
-        ("ESTALE", "control/"),
-        ("EDQUOT", "control/supervisor.lock"),
-        ("EIO", "plan.json"),
-        ("EIO", "control/claim-0.json"),
-    ],
-)
-def test_a_trial_whose_files_fail_while_it_starts_begins_when_they_are_there_again(
-    make_trial: MakeTrial, error: str, path: str
-) -> None:
+def test_a_trial_whose_files_fail_while_it_starts_begins_when_they_are_there_again(make_trial: MakeTrial) -> None:
     trial = make_trial({"master_worker/0": ["wait"]}, model_workers=1, servers=0)
-    break_files(trial.directory, error, path)
-    keeper = trial.start()
-    said = trial.directory.path / "supervisor.out"
-    wait_until(lambda: "waiting for the files" in said.read_text() or keeper.poll() is not None, "what the keeper does")
-    assert keeper.poll() is None and trial.events() == []
+    troubles = (
+        ("ESTALE", "control/", "lock the trial"),
+        ("EDQUOT", "control/supervisor.lock", "lock the trial"),
+        ("EIO", "plan.json", "read the plan"),
+        ("EIO", "control/claim-0.json", "read the last attempt"),
+    )
+    break_files(trial.directory, *troubles[0][:2])
+    keeper, said = trial.start(), trial.directory.path / "supervisor.out"
+    for error, path, step in troubles:
+        break_files(trial.directory, error, path)  # in place of the trouble before it
+        words = f"to {step}: [Errno {_number_of(error)}]"
+        wait_until(lambda words=words: words in said.read_text() or keeper.poll() is not None, words)
+        assert keeper.poll() is None and trial.events() == [], said.read_text()
     mend_files(trial.directory)
     trial.wait_for_workers()
     stop(trial, grace_s=0.1)  # its master commits nothing
@@ -77,6 +74,7 @@ def test_a_signal_ends_a_keeper_that_waits_for_its_files(make_trial: MakeTrial) 
 
 def test_a_disk_that_stays_full_lets_a_trial_that_is_stopped_end_and_leaves_nothing(make_trial: MakeTrial) -> None:
     trial = make_trial({"master_worker/0": ["wait"]}, model_workers=1, servers=0)
+    trial.shorten({"supervisor._TOLD_TIMEOUT_S": 0.5})
     trial.start()
     trial.wait_for_workers()
     stop(trial, grace_s=0.1)
@@ -85,7 +83,7 @@ def test_a_disk_that_stays_full_lets_a_trial_that_is_stopped_end_and_leaves_noth
     assert trial.processes() == [] and not is_locked(trial.directory)
 
 
-def test_a_supervisor_that_breaks_is_started_again_and_keeps_the_secrets(make_trial: MakeTrial) -> None:
+def test_a_supervisor_that_breaks_or_is_killed_is_replaced_and_its_workers_with_it(make_trial: MakeTrial) -> None:
     trial = make_trial({"master_worker/0": ["master"]}, model_workers=1, servers=0)
     trial.start()
     trial.wait_for_workers()
@@ -97,11 +95,16 @@ def test_a_supervisor_that_breaks_is_started_again_and_keeps_the_secrets(make_tr
     trial.wait_for("supervisor_started", count=2)
     wait_until(lambda: len(trial.starts("master_worker/0")) == 2, "the master's second start")
     assert not before & set(trial.processes())
-    assert trial.events("attempt_ended", then="") == []
+    before = {event["pid"] for event in trial.events("worker_started") + trial.events("redis_started")}
+    os.kill(trial.events("supervisor_started")[-1]["pid"], signal.SIGKILL)
+    trial.wait_for("supervisor_started", count=3)
+    assert not before & set(trial.processes())
+    wait_until(lambda: len(trial.starts("master_worker/0")) == 3, "the master's third start")
+    assert trial.events("attempt_ended") == [] and trial.directory.secrets_path.exists()
     stop(trial)
-    assert trial.wait() == 0
+    assert trial.wait() == 0 and trial.processes() == []
     assert describe_failures(TrialView.open(trial.directory), trial.directory, attempt=None).startswith(
-        "newest failure: supervisor, RuntimeError: a fault"
+        "newest failure: supervisor, SIGKILL"
     )
 
 

@@ -2,14 +2,20 @@
 
 import sys
 
+import pytest
+
 from corral.launcher.files.patience import PATIENCE_S
+from corral.launcher.supervisor import keeper
 from corral.launcher.supervisor.keeper import keep
 from corral.launcher.supervisor.signs_of_life import START_S
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from tests.launcher.conftest import MakeTrial
 
 
-def test_a_supervisor_that_is_killed_too_often_leaves_nothing_running_and_no_secrets(make_trial: MakeTrial) -> None:
+def test_a_supervisor_that_is_killed_too_often_leaves_nothing_running_and_no_secrets(
+    make_trial: MakeTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_GUARDS_END_S", 0.1)
     trial = make_trial({}, model_workers=1, servers=0)
     trial.prepare()
     orphan = f"""

@@ -8,10 +8,14 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.trial.attempts import read_ends
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.files.file_thread import FileThread
@@ -53,6 +57,48 @@ class Notes:
 """
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubTrial]:
+    """A trial that runs, for tests that only look at it. The shell that submits it has a limit of its own."""
+    env_vars = {"env_vars": {"MY_SETTING": "a b"}}
+    trial = StubTrial(tmp_path_factory.mktemp("running"), {"master_worker/0": ["master"]}, task=env_vars, **FEW)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 40, hard))
+    try:
+        trial.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    trial.wait_for_workers()
+    yield trial
+    trial.close()
+
+
+def test_no_process_of_a_trial_keeps_the_soft_limits_of_the_shell_that_submitted(running: StubTrial) -> None:
+    limits = {pid: Path(f"/proc/{pid}/limits").read_text() for pid in running.processes()}
+    assert len(limits) >= 5  # keeper, supervisor, Redis, and at least a guard and a worker
+    assert not [pid for pid, text in limits.items() if re.search(r"Max file size +1099511627776 ", text)]
+
+
+def test_workers_know_the_bind_address_and_no_secret(running: StubTrial) -> None:
+    pid = running.starts("model_worker/0")[0][0]
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        environment = file.read().decode().split("\0")
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        command = file.read().decode()
+    assert {"CORRAL_BIND_ADDRESS=127.0.0.1", "OMP_NUM_THREADS=1", "MY_SETTING=a b", "CUDA_VISIBLE_DEVICES="} <= {
+        *environment
+    }
+    secret = json.loads((running.directory.secrets_path / "secrets.json").read_text())["redis_password"]
+    assert secret not in command and not any(secret in entry for entry in environment)
+
+
+def test_a_second_supervisor_of_a_trial_is_refused(running: StubTrial) -> None:
+    second = subprocess.run(running.command(), capture_output=True, text=True, timeout=120)
+    assert running.supervisor is not None and second.returncode == 2
+    assert str(running.supervisor.pid) in second.stderr and "rl-stop" in second.stderr
+    assert len(running.events("supervisor_started")) == 1
+
+
 def test_a_trial_that_is_done_ends_complete_and_leaves_nothing(make_trial: MakeTrial) -> None:
     trial = make_trial({"master_worker/0": ["finish 0.2"], "gserver_manager/0": ["child"]})
     assert trial.run() == 0
@@ -66,56 +112,31 @@ def test_a_trial_that_is_done_ends_complete_and_leaves_nothing(make_trial: MakeT
     }
 
 
-def test_no_process_of_a_trial_keeps_the_soft_limits_of_the_shell_that_submitted(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 40, hard))
-    try:
-        trial.start()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    trial.wait_for_workers()
-    limits = {pid: Path(f"/proc/{pid}/limits").read_text() for pid in trial.processes()}
-    _stop(trial)
-    assert len(limits) >= 5  # keeper, supervisor, Redis, and at least a guard and a worker
-    assert not [pid for pid, text in limits.items() if re.search(r"Max file size +1099511627776 ", text)]
-
-
-def test_a_worker_that_crashes_is_restarted_alone_with_its_exit_on_record(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"], "generation_server/0": ["exit 3", "kill", "wait"]})
-    trial.start()
-    trial.wait_for("worker_started", worker="generation_server/0", count=3)
-    _stop(trial)
-    assert trial.wait() == 0
-    first, second, *_ = ends_of(trial.events("task_ended", who="generation_server/0"))
-    assert (first.why, second.why) == ("exit 3", "SIGKILL") and first.charged
-    assert "ValueError: told to exit with 3" in first.last_lines(trial.directory, 20)
-    assert "kill" in second.last_lines(trial.directory, 20)[-1]
-    assert len(trial.starts("master_worker/0")) == 1
-    assert len(trial.starts("model_worker/0")) == 1
-
-
-def test_one_dead_rank_restarts_the_gang_under_a_new_incarnation(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"], "model_worker/1": ["die 1 model_worker/0", "wait"]})
-    trial.start()
-    trial.wait_for("worker_started", worker="model_worker/0", count=2)
-    wait_until(lambda: len(trial.starts("model_worker/0")) == 2 and len(trial.starts("model_worker/1")) == 2, "starts")
-    _stop(trial)
-    assert trial.wait() == 0
-    first, second = zip(trial.starts("model_worker/0"), trial.starts("model_worker/1"), strict=True)
-    assert first[0][1] == first[1][1] != second[0][1] == second[1][1]
-    assert [event["unit"] for event in trial.events("unit_restarting")] == ["model_worker"]
-
-
-def test_a_unit_out_of_budget_fails_the_trial_with_its_cause(make_trial: MakeTrial) -> None:
+def test_what_ends_is_restarted_with_its_unit_and_with_its_end_on_record(make_trial: MakeTrial) -> None:
     trial = make_trial(
-        {"master_worker/0": ["master"], "gserver_manager/0": ["exit 7"]}, supervision={"max_restarts": 2}, **FEW
+        {
+            "master_worker/0": ["exit 0", "master"],
+            "model_worker/1": ["die 1 model_worker/0", "wait"],
+            "generation_server/0": ["exit 3", "kill", "wait"],
+        }
     )
-    assert trial.run() == 1
-    assert trial.ended()["state"] == "FAILED"
-    assert "gserver_manager/0 exit 7" in trial.ended()["cause"]
-    assert len(trial.starts("gserver_manager/0")) == 3
-    assert trial.processes() == []
+    trial.start()
+    for worker, count in (("generation_server/0", 3), ("model_worker/0", 2), ("master_worker/0", 2)):
+        trial.wait_for("worker_started", worker=worker, count=count)
+        wait_until(lambda w=worker, n=count: len(trial.starts(w)) == n, f"{count} starts of {worker}")
+    wait_until(lambda: len(trial.starts("model_worker/1")) == 2, "the second start of the other rank")
+    _stop(trial)
+    assert trial.wait() == 0
+    assert len(trial.starts("gserver_manager/0")) == 1
+    first, second = zip(trial.starts("model_worker/0"), trial.starts("model_worker/1"), strict=True)
+    assert first[0][1] == first[1][1] != second[0][1] == second[1][1], "the ranks of a gang share an incarnation"
+    causes = {event["unit"]: event["cause"] for event in reversed(trial.events("unit_restarting"))}
+    assert set(causes) == {"master_worker/0", "model_worker", "generation_server/0"}
+    assert "before the trial was done" in causes["master_worker/0"]
+    crash, kill, *_ = ends_of(trial.events("task_ended", who="generation_server/0"))
+    assert (crash.why, kill.why) == ("exit 3", "SIGKILL") and crash.charged
+    assert "ValueError: told to exit with 3" in crash.last_lines(trial.directory, 20)
+    assert "kill" in kill.last_lines(trial.directory, 20)[-1]
 
 
 def test_what_no_restart_would_help_fails_the_trial_at_once_with_the_workers_last_word(make_trial: MakeTrial) -> None:
@@ -131,36 +152,22 @@ def test_what_no_restart_would_help_fails_the_trial_at_once_with_the_workers_las
     assert cause in status.note
 
 
-def test_a_master_that_ends_without_done_is_restarted(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["exit 0", "finish 0"]}, **FEW)
-    assert trial.run() == 0
-    assert "before the trial was done" in trial.events("unit_restarting")[0]["cause"]
-    assert trial.ended()["state"] == "COMPLETE"
-
-
-def test_killed_redis_comes_back_on_its_port(make_trial: MakeTrial) -> None:
+def test_a_redis_that_is_killed_or_frozen_is_replaced_on_its_port_while_the_workers_go_on(
+    make_trial: MakeTrial,
+) -> None:
     trial = make_trial({"master_worker/0": ["master"]}, **FEW)
+    trial.shorten({"silence.LOOK_INTERVAL_S": 0.2, "silence._TIMEOUT_S": 0.2})
     trial.start()
     trial.wait_for_workers()
-    (redis,) = trial.wait_for("redis_started")
-    os.kill(redis["pid"], signal.SIGKILL)
-    trial.wait_for("redis_started", count=2)
+    (first,) = trial.wait_for("redis_started")
+    os.kill(first["pid"], signal.SIGKILL)
+    second = trial.wait_for("redis_started", count=2)[1]
     address = json.loads(trial.directory.rendezvous_path.read_bytes())
-    assert address == {"host": "127.0.0.1", "port": redis["port"]}
-    assert trial.events("task_ended", who="redis")[0]["code"] == -9
-    _stop(trial)
-    assert trial.wait() == 0
-    assert len(trial.starts("model_worker/0")) == 1
-
-
-def test_a_frozen_redis_is_replaced_on_its_port_while_the_workers_go_on(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
-    trial.start()
-    (redis,) = trial.wait_for("redis_started")
-    os.kill(redis["pid"], signal.SIGSTOP)
-    wait_until(lambda: len(trial.events("redis_started")) == 2, "another Redis", timeout_s=60.0)
-    assert trial.events("redis_frozen")[0]["pid"] == redis["pid"]
-    assert {event["port"] for event in trial.events("redis_started")} == {redis["port"]}
+    assert address == {"host": "127.0.0.1", "port": first["port"]}
+    assert [end["code"] for end in trial.events("task_ended", who="redis")] == [-9]
+    os.kill(second["pid"], signal.SIGSTOP)
+    third = trial.wait_for("redis_started", count=3)[2]
+    assert trial.events("redis_frozen")[0]["pid"] == second["pid"] and third["port"] == first["port"]
     assert len(trial.starts("model_worker/0")) == 1
 
 
@@ -231,16 +238,37 @@ def test_a_folder_that_is_moved_is_not_taken_for_one_that_is_removed(tmp_path: P
     assert why_over() == f"{directory.path} was removed"
 
 
-def test_a_stop_request_lets_the_master_checkpoint(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
+def test_a_stop_request_lets_the_master_checkpoint_and_a_resume_goes_on_as_the_next_attempt(
+    make_trial: MakeTrial,
+) -> None:
+    trial = make_trial({"master_worker/0": ["master", "finish 0.1"]}, **FEW)
     trial.start()
     trial.wait_for_workers()
     _stop(trial)
     assert trial.wait() == 0
-    assert trial.ended()["state"] == "STOPPED"
+    assert trial.ended()["state"] == "STOPPED" and trial.processes() == []
     state = TrialLog(trial.directory.log_path).read()
     assert state.stop is not None and state.stop.reason == "checkpointed at step 3"
-    assert trial.processes() == []
+    trial.directory.clear_stop_request()
+    trial.start(attempt=1, resume=True)
+    assert trial.wait() == 0
+    assert {number: end.state for number, end in read_ends(trial.directory).items()} == {0: "STOPPED", 1: "COMPLETE"}
+    assert (trial.directory.logs_path / "latest").resolve().name == "attempt-1"
+
+
+def test_a_stop_request_and_a_signal_that_come_together_are_both_heard(make_trial: MakeTrial) -> None:
+    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
+    trial.start()
+    trial.wait_for_workers()
+    supervisor = trial.events("supervisor_started")[0]["pid"]
+    os.kill(supervisor, signal.SIGSTOP)  # so that it finds both at once
+    _stop(trial)
+    os.kill(supervisor, signal.SIGUSR2)
+    os.kill(supervisor, signal.SIGCONT)
+    assert trial.wait() == 0
+    assert [event["by"].split(":")[0] for event in trial.events("stop_requested")] == ["me@here", "SIGUSR2"]
+    state = TrialLog(trial.directory.log_path).read()
+    assert state.stop is not None and state.stop.epoch == 1, "the master has answered"
 
 
 def test_a_master_that_does_not_answer_is_stopped_after_the_grace_period(make_trial: MakeTrial) -> None:
@@ -262,86 +290,6 @@ def test_stop_now_does_not_wait_for_stubborn_workers(make_trial: MakeTrial) -> N
     assert trial.wait() == 0
     assert trial.ended()["state"] == "STOPPED"
     assert trial.processes() == []
-
-
-def test_sigterm_and_the_time_limit_signal_checkpoint_and_stop(make_trial: MakeTrial) -> None:
-    for index, (number, word) in enumerate([(signal.SIGTERM, "SIGTERM"), (signal.SIGUSR2, "time limit")]):
-        trial = make_trial({"master_worker/0": ["master"]}, trial=f"trial-{index}", **FEW)
-        supervisor = trial.start()
-        trial.wait_for_workers()
-        supervisor.send_signal(number)
-        assert trial.wait() == 0
-        state = TrialLog(trial.directory.log_path).read()
-        assert state.stop is not None and word in state.stop.by and state.stop.epoch == 1
-
-
-def test_a_stop_request_is_not_lost_under_a_signal_that_comes_with_it(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
-    trial.start()
-    trial.wait_for_workers()
-    supervisor = trial.events("supervisor_started")[0]["pid"]
-    os.kill(supervisor, signal.SIGSTOP)  # so that it finds both at once
-    _stop(trial)
-    os.kill(supervisor, signal.SIGUSR2)
-    os.kill(supervisor, signal.SIGCONT)
-    assert trial.wait() == 0
-    assert [event["by"].split(":")[0] for event in trial.events("stop_requested")] == ["me@here", "SIGUSR2"]
-
-
-def test_a_killed_supervisor_is_replaced_and_its_workers_with_it(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master", "finish 0.2"]}, **FEW)
-    trial.start()
-    trial.wait_for_workers()
-    old = {event["pid"] for event in trial.events("worker_started") + trial.events("redis_started")}
-    os.kill(trial.events("supervisor_started")[0]["pid"], signal.SIGKILL)
-    trial.wait_for("supervisor_started", count=2)
-    assert not old & set(trial.processes())
-    assert trial.wait() == 0
-    assert trial.ended()["state"] == "COMPLETE"
-    assert trial.processes() == []
-
-
-def test_a_second_supervisor_of_a_trial_is_refused(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]}, **FEW)
-    first = trial.start()
-    trial.wait_for("supervisor_started")
-    second = subprocess.run(trial.command(), capture_output=True, text=True, timeout=120)
-    assert second.returncode == 2
-    assert str(first.pid) in second.stderr and "rl-stop" in second.stderr
-    assert len(trial.events("supervisor_started")) == 1
-    _stop(trial, now=True)
-    assert trial.wait() == 0
-
-
-def test_a_stopped_trial_resumes_as_the_next_attempt(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master", "finish 0.1"]}, **FEW)
-    trial.start()
-    trial.wait_for_workers()
-    _stop(trial)
-    assert trial.wait() == 0
-    trial.directory.clear_stop_request()
-    trial.start(attempt=1, resume=True)
-    assert trial.wait() == 0
-    assert [event["state"] for event in trial.events("attempt_ended", then="")] == ["STOPPED", "COMPLETE"]
-    assert (trial.directory.logs_path / "latest").resolve().name == "attempt-1"
-
-
-def test_workers_know_the_bind_address_and_no_secret(make_trial: MakeTrial) -> None:
-    trial = make_trial({"master_worker/0": ["master"]}, task={"env_vars": {"MY_SETTING": "a b"}}, **FEW)
-    trial.start()
-    trial.wait_for_workers()
-    pid = trial.starts("model_worker/0")[0][0]
-    with open(f"/proc/{pid}/environ", "rb") as file:
-        environment = file.read().decode().split("\0")
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        command = file.read().decode()
-    assert {"CORRAL_BIND_ADDRESS=127.0.0.1", "OMP_NUM_THREADS=1", "MY_SETTING=a b", "CUDA_VISIBLE_DEVICES="} <= {
-        *environment
-    }
-    secret = json.loads((trial.directory.secrets_path / "secrets.json").read_text())["redis_password"]
-    assert secret not in command and not any(secret in entry for entry in environment)
-    _stop(trial, now=True)
-    assert trial.wait() == 0
 
 
 def _stop(trial: StubTrial, *, now: bool = False, grace_s: float = 10.0) -> None:

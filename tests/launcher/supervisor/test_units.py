@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from corral.experiments.config.cluster import SupervisionConfig
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.attempts import EndState
-from corral.launcher.supervisor.actions import (
+from corral.launcher.supervisor.units import (
+    CHECK_TIMEOUT_S,
+    MAX_PAUSE_S,
     Action,
     AppendStop,
     CheckNodes,
@@ -18,13 +20,9 @@ from corral.launcher.supervisor.actions import (
     GiveUpUnit,
     SignalTask,
     StartUnit,
-    UnitNews,
-)
-from corral.launcher.supervisor.units import (
-    CHECK_TIMEOUT_S,
-    MAX_PAUSE_S,
     TrialPhase,
     UnitMachine,
+    UnitNews,
     UnitSpec,
 )
 from corral.launcher.trial.ends import ExitKind, TaskExit

@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.spans import PHASES, STEPS, Span
 from corral.launcher.timeline.sentence import Figures, explain_time, said_of
+from tests.launcher.status.test_status import FACTS
 
 MASTER = "master_worker/0"
-NO_METRICS = Path("/nowhere/metrics.jsonl")
 SERVERS = ("generation_server/0", "generation_server/1", "generation_server/2")
 
 
@@ -92,7 +94,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_sentence_names_what_was_slow(case: str) -> None:
     spans, said = CASES[case]
-    sentence = said_of(spans, NO_METRICS)[0]
+    sentence = said_of(spans, FACTS)[0]
     assert said in sentence and sentence.startswith("of ") and " in step 40, " in sentence
 
 
@@ -103,7 +105,7 @@ def test_the_dearest_is_said_first_what_else_was_slow_follows_and_what_took_litt
     assert [share for share, _ in causes] == [0.5, 0.5, 0.45]
     for (_, text), who in zip(causes, ("for its reward", SERVERS[1], "model_worker/1"), strict=True):
         assert who in text
-    assert [line.partition(" ")[0] for line in said_of(spans, NO_METRICS)] == ["of", "besides,", "besides,"]
+    assert [line.partition(" ")[0] for line in said_of(spans, FACTS)] == ["of", "besides,", "besides,"]
 
 
 def test_phases_are_cut_to_the_steps_and_make_up_all_of_their_time() -> None:
@@ -119,21 +121,21 @@ def test_phases_are_cut_to_the_steps_and_make_up_all_of_their_time() -> None:
 
 
 def test_nothing_is_said_of_no_step() -> None:
-    assert said_of(ranks(1.0, 2.0), NO_METRICS) == [] and explain_time([]) == []
-    assert said_of(steps(("train", 1.0)), NO_METRICS)[0] == "of 1 s in step 40, nothing stands out"
+    assert said_of(ranks(1.0, 2.0), FACTS) == [] and explain_time([]) == []
+    assert said_of(steps(("train", 1.0)), FACTS)[0] == "of 1 s in step 40, nothing stands out"
 
 
 def test_more_servers_are_no_advice_where_prompts_are_dropped(tmp_path: Path) -> None:
-    spans, metrics = steps(*WAITS) + groups([9, 10]), tmp_path / "metrics.jsonl"
+    spans, facts = steps(*WAITS) + groups([9, 10]), replace(FACTS, directory=TrialDirectory(tmp_path))
 
     def said(dropped: int) -> str:
         lines = [
             {"step": step, "train/tokens": 9.0, "data/samples_trained": 8.0 * step, "data/samples_dropped": number}
             for step, number in ((39, 0.0), (40, float(dropped)))
         ]
-        metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return " ".join(said_of(spans, metrics))
+        facts.directory.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return " ".join(said_of(spans, facts))
 
     assert "20% of the prompts were dropped" in said(2) and "generation servers" not in said(2)
-    assert f"rl-logs {tmp_path.parent.name}/{tmp_path.name} --errors says why" in said(2)
+    assert f"rl-logs {facts.name} --errors says why" in said(2)
     assert "take more generation servers" in said(0) and "dropped" not in said(0)

@@ -25,10 +25,10 @@ import msgspec
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.flocks import opened
 from corral.launcher.cluster.errors import ClusterError
-from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import JobIndex
 from corral.launcher.files.patience import wait_until
+from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.trial.lock import LockAnswer, try_lock
 from corral.scheduling.restarts import growing_pause
 
@@ -58,7 +58,7 @@ class QueueAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """The jobs by trial."""
         return JobIndex.of(self.jobs)
 
-    def after_asking(self, cluster: JobQueue, clock: Callable[[], float]) -> "QueueAnswer":
+    def after_asking(self, cluster: SlurmQueue, clock: Callable[[], float]) -> "QueueAnswer":
         """What is known once the cluster has been asked; if it has not answered, what it said before stays."""
         try:
             jobs, now = tuple(cluster.jobs()), clock()
@@ -93,7 +93,9 @@ def pause_after(failures: int) -> float:
 class CachedQueue:
     """Asks at most every five seconds, whatever the number of commands that look."""
 
-    def __init__(self, cluster: JobQueue, *, path: Path | None = None, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, cluster: SlurmQueue, *, path: Path | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
         self._cluster = cluster
         self._path = path or cache_path(cluster)
         self._clock = clock
@@ -127,7 +129,7 @@ class CachedQueue:
             return QueueAnswer()
 
 
-def cache_path(cluster: JobQueue) -> Path:
+def cache_path(cluster: SlurmQueue) -> Path:
     """The file of this user on this machine, and of the cluster that it asks.
 
     Several clusters may share a home folder, and each numbers its jobs. A machine asks one of them, unless its

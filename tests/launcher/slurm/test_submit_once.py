@@ -12,7 +12,6 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.errors import SubmissionUnknownError
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import OwnJobs
-from corral.launcher.cluster.submit_once import is_head_of, submit_once
 from corral.launcher.slurm.client import (
     SlurmClient,
     SlurmError,
@@ -21,6 +20,7 @@ from corral.launcher.slurm.client import (
     patiently,
 )
 from corral.launcher.slurm.cluster import SlurmCluster
+from corral.launcher.slurm.submit_once import is_head_of, submit_once
 from corral.launcher.trial.lock import SubmissionRunsError, submitting
 from tests.launcher.jobs import job_of
 

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 
 from corral.launcher.cluster.errors import ClusterError, SubmissionUnknownError, UncertainSubmissionError
-from corral.launcher.cluster.job_queue import JobQueue
 from corral.launcher.cluster.jobs import Job
 from corral.launcher.cluster.own_jobs import HEAD, OwnJobs
+from corral.launcher.slurm.job_queue import SlurmQueue
 
 _LOOK_PAUSE_S = 2.0
 
 
-def submit_once(queue: JobQueue, submit: Callable[[], str], *, is_it: Callable[[Job], bool], looks: int = 2) -> str:
+def submit_once(queue: SlurmQueue, submit: Callable[[], str], *, is_it: Callable[[Job], bool], looks: int = 2) -> str:
     """Hands a job over; returns its id, from the queue if the submission did not say it.
 
     Args:
@@ -54,7 +54,7 @@ def is_head_of(own: OwnJobs) -> Callable[[Job], bool]:
     return is_it
 
 
-def _look(queue: JobQueue, is_it: Callable[[Job], bool], cause: ClusterError, looks: int) -> str:
+def _look(queue: SlurmQueue, is_it: Callable[[Job], bool], cause: ClusterError, looks: int) -> str:
     """The job that the submission did not name, "" if there is none."""
     for number in range(looks):
         if number:
@@ -72,7 +72,7 @@ def _look(queue: JobQueue, is_it: Callable[[Job], bool], cause: ClusterError, lo
     return ""
 
 
-def _take_back(queue: JobQueue, is_it: Callable[[Job], bool]) -> None:
+def _take_back(queue: SlurmQueue, is_it: Callable[[Job], bool]) -> None:
     try:
         for job in queue.jobs():
             if is_it(job):
