@@ -37,6 +37,7 @@ from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_f
 from corral.scheduling.parallel import Mesh
 from corral.scheduling.policy_version import Lineage
 from corral.scheduling.redistribution import Demand, Parcel, partition_near_owners, plan_redistribution
+from corral.workers.data.held_out import added
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer, buffered, note_held
 from corral.workers.master.trainer_gang import TrainerGang
 from corral.workers.requests.messages import (
@@ -44,6 +45,7 @@ from corral.workers.requests.messages import (
     Evaluate,
     Generate,
     Give,
+    HeldOutReply,
     Inference,
     MetadataReply,
     Reallocate,
@@ -137,14 +139,20 @@ class MeshCalls:
         request = Reallocate(source=str(source), target=str(target), eta=eta)
         await self.gang.start(dict.fromkeys(sorted(ranks), request))
 
-    async def evaluate(self, call: ModelFunctionCall, uids: Sequence[str], *, version: int) -> StatsReply:
-        """Statistics of some held-out rows, or of problems of the call's own."""
+    async def evaluate(
+        self, call: ModelFunctionCall, uids: Sequence[str], *, version: int
+    ) -> StatsReply | HeldOutReply:
+        """Statistics of some held-out rows, or what came out of problems of the call's own, on all ranks."""
         _, _, replies = await self._run(call, uids, version=version, is_last_go=True)
-        told = [reply for reply in replies.values() if isinstance(reply, StatsReply)]
-        return StatsReply(
-            stats=next((reply.stats for reply in told), {}),
-            unjudged={name: text for reply in reversed(told) for name, text in reply.unjudged.items()},
-        )
+        sums, failures = defaultdict[str, dict[str, float]](dict), dict[str, str]()
+        for reply in replies.values():
+            if isinstance(reply, StatsReply):
+                return reply
+            if isinstance(reply, HeldOutReply):
+                for name, of_rank in reply.sums.items():
+                    sums[name] = added(sums[name], of_rank)
+                failures = reply.failures | failures
+        return HeldOutReply(sums=sums, failures=failures)
 
     async def _run(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool

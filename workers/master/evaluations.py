@@ -28,16 +28,19 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from corral.experiments.config.data import BestConfig, EvaluationConfig
+from corral.experiments.trial.evaluation import BestVersion
 from corral.experiments.trial.worker_record import MANAGER
 from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.scheduling.policy_version import PolicyVersion
+from corral.workers.checkpoint.removal import Remover
 from corral.workers.data.held_out import means_by_set, unjudged_text
 from corral.workers.data.prompts import held_out_uids
-from corral.workers.master.best import BestWeights
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.metrics import StepLines
 from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.master.weights import PublishedVersions
 from corral.workers.requests.manager_messages import (
     REQUEST_DEADLINE_S,
     EvaluateVersion,
@@ -45,7 +48,7 @@ from corral.workers.requests.manager_messages import (
     ManagerReply,
     ManagerRequest,
 )
-from corral.workers.requests.messages import StatsReply, TrainNotice
+from corral.workers.requests.messages import HeldOutReply, StatsReply, TrainNotice
 from corral.workers.streams.closing import AsyncClosing, cancel
 from corral.workers.streams.errors import StreamTimeoutError
 from corral.workers.streams.rpc import AsyncRequestClient
@@ -58,11 +61,73 @@ _PERPLEXITY = "perplexity"  # the exponential of a mean: its logarithm is averag
 _UNJUDGED = "held-out problems without reward"  # topic of the alarm
 
 
+class BestWeights:
+    """Of the versions that were evaluated, the one with the best number stays, as exports/best.
+
+        evaluation begins ──► exports/.evaluated          second names of the version's files: no byte is written twice
+        its result ──worse──► gone
+                 └──better──► .evaluated/evaluated.json ──► takes the place of exports/best
+
+    What the best number is so far stands in that file, so it outlives every process. One that was reached by weights
+    which a failure took back counts like any other: they are there, and are worth it.
+    """
+
+    def __init__(self, epoch: Epoch, weights: PublishedVersions, config: BestConfig) -> None:
+        self._epoch = epoch
+        self._weights = weights
+        self._config = config
+        self._remover = Remover()
+        folder = epoch.trial.exports_path
+        self._best, self._evaluated = folder / "best", folder / ".evaluated"
+
+    async def begin(self, version: PolicyVersion) -> None:
+        """The present version is about to be evaluated: its files stay until it is known what they are worth."""
+        await self._epoch.disk.run(self._set_aside, version)
+
+    async def consider(self, version: PolicyVersion, stats: Mapping[str, float]) -> None:
+        """The numbers of that evaluation, by their names in metrics.jsonl."""
+        value = stats.get(f"eval/{self._config.metric}")
+        if value is None:
+            await self._tell_missing(version, stats)
+        elif await self._epoch.disk.run(self._replace_if_better, version, value):
+            await self._epoch.note("best_weights", version=str(version), metric=self._config.metric, value=value)
+
+    def _set_aside(self, version: PolicyVersion) -> None:
+        if BestVersion.read(self._evaluated) is not None and not self._best.exists():
+            self._evaluated.rename(self._best)  # whoever was to do so died before
+        self._weights.keep(self._evaluated.name, version)
+
+    def _replace_if_better(self, version: PolicyVersion, value: float) -> bool:
+        """Guarantee: a reader of exports/best finds all files of one version, and what it is worth."""
+        self._epoch.writer.check()  # a master that was replaced decides about nothing
+        metric, sign = self._config.metric, 1.0 if self._config.is_highest else -1.0
+        best = BestVersion.read(self._best)
+        if best is not None and best.metric == metric and sign * value <= sign * best.value:
+            self._remover.remove(self._evaluated)
+            return False
+        BestVersion(version=str(version), metric=metric, value=value).write(self._evaluated)
+        if not self._remover.remove(self._best):
+            return False
+        self._evaluated.rename(self._best)
+        return True
+
+    async def _tell_missing(self, version: PolicyVersion, stats: Mapping[str, float]) -> None:
+        names = ", ".join(sorted(name.removeprefix("eval/") for name in stats))
+        notice = TrainNotice(
+            topic="best weights",
+            is_alarm=True,
+            text=f"evaluation.best.metric {self._config.metric!r} is no number of the evaluation of {version}",
+            details=f"there are {names}",
+            causes=[],
+        )
+        await self._epoch.tell(notice, step=version.step)
+
+
 class Evaluations(AsyncClosing):
     """Of one trainer epoch, one at a time.
 
     Example:
-        async with Evaluations(epoch, calls, gang, lines, row_ids=[], best=None, are_by_servers=True) as evaluations:
+        async with Evaluations(epoch, calls, gang, weights, lines, config, row_ids=[]) as evaluations:
             await evaluations.begin(version)
             ...                             # train steps
             evaluations.check()
@@ -74,20 +139,20 @@ class Evaluations(AsyncClosing):
         epoch: Epoch,
         calls: MeshCalls,
         gang: TrainerGang,
+        weights: PublishedVersions,
         lines: StepLines,
+        config: EvaluationConfig | None,
         *,
         row_ids: Sequence[str],
-        best: BestWeights | None,
-        are_by_servers: bool,
     ) -> None:
         """
         Args:
+            config: None where nothing is held out.
             row_ids: of the held-out rows that calls read.
-            best: keeps the best weights; None where evaluations are only told.
         """
-        self._epoch, self._calls, self._gang, self._lines = epoch, calls, gang, lines
-        self._row_ids, self._best = row_ids, best
-        self.are_by_servers = are_by_servers
+        self._epoch, self._calls, self._gang, self._lines, self._row_ids = epoch, calls, gang, lines, row_ids
+        self._best = BestWeights(epoch, weights, config.best) if config and config.best else None
+        self.are_by_servers = config is not None and epoch.spec.source == "trajectories"
         self.progress = ""
         """How far the one that runs is, for `rl-status`."""
         self._task: asyncio.Task[None] | None = None
@@ -110,14 +175,16 @@ class Evaluations(AsyncClosing):
             self._task = asyncio.create_task(self._ask_servers(version))
             self._task.add_done_callback(lambda _: self._gang.news.set())
         elif calls := self._epoch.graph.evaluate_calls:
-            stats, unjudged = dict[str, float](), dict[str, str]()
+            stats, answered = dict[str, float](), HeldOutReply(sums={})
             with self._epoch.during("evaluate", self._gang.workers):
                 for call in calls:
                     found = await evaluate_by_call(call, self._calls, self._gang, self._row_ids, step=version.step)
-                    stats |= found.stats
-                    unjudged |= found.unjudged
-                await self._tell_unjudged(version, unjudged)
-                await self._note(version, stats)
+                    if isinstance(found, HeldOutReply):
+                        answered = found
+                    else:
+                        stats |= found.stats
+                await self._tell_unjudged(version, answered.sums, answered.failures)
+                await self._note(version, stats | means_by_set(answered.sums))
 
     def check(self) -> None:
         """Costs nothing; raises what the last one of servers failed with."""
@@ -143,9 +210,7 @@ class Evaluations(AsyncClosing):
                 if (reply.epoch, reply.version) != (asked.epoch, asked.version):
                     continue
                 if reply.is_complete or (reply.failures and not is_told):
-                    failures = reply.failures.items()
-                    unjudged = {name: unjudged_text(name, reply.sums[name], failure) for name, failure in failures}
-                    await self._tell_unjudged(version, unjudged)
+                    await self._tell_unjudged(version, reply.sums, reply.failures)
                     is_told = True
                 if reply.is_complete:
                     steps = [PolicyVersion.parse(each).step for each in reply.versions]
@@ -153,16 +218,14 @@ class Evaluations(AsyncClosing):
                     await self._note(version, of_steps | means_by_set(reply.sums))
                     return
 
-    async def _tell_unjudged(self, version: PolicyVersion, unjudged: Mapping[str, str]) -> None:
-        """Tell the alarm about held-out problems without a reward, or its end.
-
-        Args:
-            unjudged: what `unjudged_text` says, by name of the data set; empty if all problems have a reward.
-        """
-        if not unjudged:
+    async def _tell_unjudged(
+        self, version: PolicyVersion, sums: Mapping[str, Mapping[str, float]], failures: Mapping[str, str]
+    ) -> None:
+        """Tell the alarm about held-out problems without a reward, or its end."""
+        if not failures:
             await self._epoch.end_alarm(_UNJUDGED, "all held-out answers have a reward", step=version.step)
             return
-        text, *causes = unjudged.values()
+        text, *causes = (unjudged_text(name, sums[name], failure) for name, failure in failures.items())
         details = f"evaluation of version {version}; its means leave them out"
         notice = TrainNotice(topic=_UNJUDGED, is_alarm=True, text=text, details=details, causes=causes)
         await self._epoch.tell(notice, step=version.step)
@@ -182,7 +245,7 @@ class Evaluations(AsyncClosing):
 
 async def evaluate_by_call(
     call: ModelFunctionCall, calls: MeshCalls, gang: TrainerGang, row_ids: Sequence[str], *, step: int
-) -> StatsReply:
+) -> StatsReply | HeldOutReply:
     """What a call says of the present weights: over these held-out rows or, where it reads no keys, over problems of
     its own, which it is asked about once."""
     if not call.input_keys:
@@ -194,7 +257,9 @@ async def evaluate_by_call(
         for maker in calls.graph.makers_of(call.name):
             for share in _parts(part, maker.n_seqs):
                 await calls.run_call(maker, share, version=step, is_last_go=share[-1] == part[-1])
-        goes.append(((await calls.evaluate(call, part, version=step)).stats, len(part)))
+        found = await calls.evaluate(call, part, version=step)
+        assert isinstance(found, StatsReply), f"{call.name} reads rows"
+        goes.append((found.stats, len(part)))
         gang.clear(calls.buffer.release(part))
     return StatsReply(stats=merge_goes(goes))
 

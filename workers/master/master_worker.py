@@ -130,7 +130,6 @@ from corral.workers.lifecycle.worker import (
     WorkerContext,
     run_async,
 )
-from corral.workers.master.best import BestWeights
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.commits import CommitFailedError, Commits
 from corral.workers.master.dealt_prompts import DealtPrompts, open_dealt
@@ -242,10 +241,6 @@ class MasterWorker(Worker):
                 Drops(ledger.drop, self._dataset.config.sources),
             )
             calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
-            evaluation = self._trainer.evaluation
-            best = None
-            if evaluation is not None and evaluation.best is not None:
-                best = BestWeights(epoch, weights, evaluation.best)
             return await TrainerEpoch(
                 epoch=epoch,
                 source=self._source(epoch, buffer, gang, ledger, drops, dealt),
@@ -255,10 +250,10 @@ class MasterWorker(Worker):
                     epoch,
                     calls,
                     gang,
+                    weights,
                     commits.lines,
+                    self._trainer.evaluation,
                     row_ids=self._held_out_rows(),
-                    best=best,
-                    are_by_servers=evaluation is not None and self._spec.source == "trajectories",
                 ),
                 weights=weights,
                 commits=commits,

@@ -2,7 +2,7 @@
 
     uids ─────► GroupMaker.make ────────┐ all at once              ┌──► samples, or why a prompt is dropped
                                         ├──► EmbeddedClient ──► judge
-    problems ─► HeldOutProblems.answer ─┘ one batch of the         └──► sums over all ranks ──► accuracy, reward
+    problems ─► HeldOutProblems.answer ─┘ one batch of the         └──► sums for the master
                                           embedded engine
 
 What a rollout worker and a generation server do together, in one process and one after the other: the answers to a
@@ -29,7 +29,7 @@ from corral.experiments.worker_specs import GenerationSpec, ModelWorkerSpec, Rou
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.answer_seed import AnswerSeeds
-from corral.workers.data.held_out import added, means_by_set, sums_of, unjudged_text
+from corral.workers.data.held_out import added
 from corral.workers.data.prompts import checked_prompts, split_uid
 from corral.workers.engine.batch import generate_all
 from corral.workers.engine.decoder import Decoder
@@ -42,8 +42,8 @@ from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.model.data_store import DataStore
 from corral.workers.requests.manager_messages import Answered, HeldOutProblem
-from corral.workers.requests.messages import Generate, SampleMetadata, StatsReply
-from corral.workers.rollout.group_maker import GroupMaker, Made, PromptFailedError
+from corral.workers.requests.messages import Generate, HeldOutReply, SampleMetadata
+from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.streams.closing import all_or_first_error
@@ -182,7 +182,7 @@ class Generator:
             secrets: folders that a reward is kept from.
             record: has how long rewards took.
         """
-        self._store, self._seed, self._batch, self._evaluation = store, seed, _Batch(), spec.evaluation
+        self._store, self._seed, self._batch = store, seed, _Batch()
         # A worker that only evaluates has no prompts of its own, and so takes the settings of the held-out ones.
         generation = spec.generation or GenerationSpec(sampling=SamplingConfig(), group_size=1, max_running_requests=1)
         dataset = spec.dataset if spec.generation else None
@@ -229,8 +229,7 @@ class Generator:
     def generate(self, model: nn.Module, request: Generate, *, context: ParallelContext) -> list[SampleMetadata]:
         """Answer prompts, and keep the groups of this data-parallel rank; every rank that holds a part of the model
         calls it, also without prompts."""
-        version, made = request.version, list[Made | PromptFailedError]()
-        step = PolicyVersion.parse(version).step
+        version, step = request.version, PolicyVersion.parse(request.version).step
         asked = list(zip(request.uids, request.orders, request.tries, strict=True)) if context.is_dp_head else []
         self._groups.has_judged |= step > 0
         with self._batch.answering_by(model, version=version, size=self._max_running_requests):
@@ -248,22 +247,16 @@ class Generator:
                 described.append(SampleMetadata(uid, keys, lengths, (version,), order, scalars=scalars))
         return described
 
-    def evaluate(self, model: nn.Module, *, context: ParallelContext, batch_size: int) -> StatsReply:
-        """The `means` over the answers of all ranks, which answer `batch_size` problems at a time together; a
-        collective."""
-        config, sums, failures = self._evaluation, dict[str, dict[str, float]](), dict[str, str]()
-        assert config is not None, "the plan has a call that evaluates, and no held-out problems"
-        votes = None if config.vote is None else list[str]()
-        nothing = dict.fromkeys(sums_of([], [], asked=config.answers_per_problem, votes=votes), 0.0)
-        share = slice(context.dp_rank, None, context.mesh.dims.dp)
-        with self._batch.answering_by(model, version="", size=-(-batch_size // context.mesh.dims.dp)):
-            for name, rows in self._held_out.items():
-                row_ids = list(rows)[share] if context.is_dp_head else []
+    def evaluate(self, model: nn.Module, *, context: ParallelContext, batch_size: int) -> HeldOutReply:
+        """What comes out of this rank's share of the held-out problems, of which all ranks together answer `batch_size`
+        at a time; every rank that holds a part of the model calls it."""
+        sums, failures, num_shares = dict[str, dict[str, float]](), dict[str, str](), context.mesh.dims.dp
+        with self._batch.answering_by(model, version="", size=-(-batch_size // num_shares)):
+            for name, rows in self._held_out.items() if context.is_dp_head else ():
+                row_ids = list(rows)[context.dp_rank :: num_shares]
                 asked = (self._problems.answer(HeldOutProblem(0, "", name, row_id)) for row_id in row_ids)
                 answered: list[Answered] = asyncio.run(all_or_first_error(*asked))
-                # All ranks add up the same names, though the answers of one may not say which are right.
-                sums[name] = context.sum_over_mesh(reduce(added, (one.sums for one in answered), nothing))
+                sums[name] = reduce(added, (one.sums for one in answered), {})
                 if failure := next((one.failure for one in answered if one.failure), ""):
                     failures[name] = failure
-        unjudged = {name: unjudged_text(name, sums[name], failure) for name, failure in failures.items()}
-        return StatsReply(stats=means_by_set(sums), unjudged=unjudged)
+        return HeldOutReply(sums=sums, failures=failures)

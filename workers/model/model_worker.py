@@ -74,6 +74,7 @@ from corral.workers.requests.messages import (
     Fetch,
     Generate,
     Give,
+    HeldOutReply,
     Inference,
     Initialize,
     InitializedReply,
@@ -310,7 +311,7 @@ class ModelWorker(Worker):
                 return reply if request.reports else OkReply()
             case Evaluate():
                 found = self._models.evaluate(request)
-                return found if request.reports or found.unjudged else OkReply()
+                return found if request.reports or isinstance(found, HeldOutReply) else OkReply()
             case Reallocate():
                 self._models.reallocate(request)
             case SaveWeights():

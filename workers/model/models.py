@@ -46,6 +46,7 @@ from corral.workers.requests.messages import (
     CallRequest,
     Evaluate,
     Generate,
+    HeldOutReply,
     Inference,
     Initialize,
     LoadedModel,
@@ -317,8 +318,8 @@ class Models:
             notices=interface.take_notices(),
         )
 
-    def evaluate(self, request: Evaluate) -> StatsReply:
-        """What the call's model makes of held-out rows, of those named or of problems of its own; of all ranks."""
+    def evaluate(self, request: Evaluate) -> StatsReply | HeldOutReply:
+        """What the call's model makes of held-out rows, of those named or of its share of problems of its own."""
         call, model, sample = self._inputs(request)
         if call.implementation == HELD_OUT_ANSWERS:
             assert self._generator is not None

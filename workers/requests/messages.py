@@ -127,7 +127,7 @@ class TrainStep(CallRequest, frozen=True, tag="train_step"):
 
 
 class Evaluate(CallRequest, frozen=True, tag="evaluate"):
-    """Look at held-out rows with the present weights of the call's model -> StatsReply, or OkReply
+    """Look at held-out rows with the present weights of the call's model -> StatsReply, or OkReply; HeldOutReply
 
     Without rows the call has problems of its own.
     """
@@ -291,8 +291,15 @@ class StatsReply(MessageBody, frozen=True, tag="stats"):
     """Statistics of a call."""
 
     stats: dict[str, float]
-    unjudged: dict[str, str] = {}
-    """Held-out problems without a reward, as `unjudged_text`, by name of the data set; of this rank's share."""
+
+
+class HeldOutReply(MessageBody, frozen=True, tag="held_out"):
+    """What came out of a rank's share of the held-out problems."""
+
+    sums: dict[str, dict[str, float]]
+    """As `sums_of` makes them, by name of the data set."""
+    failures: dict[str, str] = {}
+    """Why answers have no reward: the first failure of each data set that has one."""
 
 
 class TrainNotice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -350,7 +357,15 @@ class StaleReply(MessageBody, frozen=True, tag="stale"):
 
 
 ReplyPayload = (
-    OkReply | InitializedReply | MetadataReply | StatsReply | TrainReply | WrittenReply | ErrorReply | StaleReply
+    OkReply
+    | InitializedReply
+    | MetadataReply
+    | StatsReply
+    | HeldOutReply
+    | TrainReply
+    | WrittenReply
+    | ErrorReply
+    | StaleReply
 )
 
 

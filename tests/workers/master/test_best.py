@@ -10,7 +10,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.evaluation import BestVersion
 from corral.experiments.trial.journal import read_journal
 from corral.launcher.trial.view import TrialView
-from corral.workers.master import best
+from corral.workers.master import evaluations
 from corral.workers.requests.messages import Evaluate
 from tests.workers.master.trials import Gang, KilledError, run_master, trial_of
 
@@ -53,16 +53,16 @@ def test_it_is_there_again_if_the_master_dies_between_taking_the_old_away_and_na
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, trial = best_trial(tmp_path, "accuracy")
-    remove = best.Remover.remove
+    remove = evaluations.Remover.remove
 
-    def removes_and_dies(self: best.Remover, path: Path) -> bool:
+    def removes_and_dies(self: evaluations.Remover, path: Path) -> bool:
         removed = remove(self, path)
         if path.name == "best" and BestVersion.read(path.with_name(".evaluated")).value == 0.8:  # type: ignore[union-attr]
             raise KilledError
         return removed
 
     with monkeypatch.context() as patched:
-        patched.setattr(best.Remover, "remove", removes_and_dies)
+        patched.setattr(evaluations.Remover, "remove", removes_and_dies)
         with pytest.raises(KilledError):
             run_master(plan, trial, gang_of_values(), monkeypatch)
     assert not (trial.exports_path / "best").exists()

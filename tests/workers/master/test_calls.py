@@ -23,6 +23,7 @@ from corral.workers.requests.messages import (
     Evaluate,
     Generate,
     Give,
+    HeldOutReply,
     Inference,
     OkReply,
     Reallocate,
@@ -51,9 +52,9 @@ class Ranks:
     """Answers everything; `happened` is what was asked, and published, in this order."""
 
     reply: TrainReply = FINE
-    found: Mapping[int, StatsReply] = field(default_factory=dict)
+    found: Mapping[int, HeldOutReply] = field(default_factory=dict)
     """What ranks answer to a call that evaluates."""
-    evaluated: StatsReply | None = None
+    evaluated: StatsReply | HeldOutReply | None = None
     """What the master makes of these answers."""
     happened: list[Any] = field(default_factory=list)
     gives: dict[int, Give] = field(default_factory=dict)
@@ -181,14 +182,15 @@ def test_held_out_rows_are_dealt_to_a_call_that_evaluates_and_one_rank_reports()
     }
 
 
-def test_held_out_problems_without_a_reward_are_told_whichever_rank_has_them() -> None:
+def test_what_comes_out_of_held_out_problems_is_added_up_over_the_ranks_with_the_first_failures() -> None:
     found = {
-        0: StatsReply(stats={"accuracy": 0.5}, unjudged={"easy": "of rank 0"}),
-        1: StatsReply(stats={"accuracy": 0.5}, unjudged={"easy": "of rank 1", "hard": "of rank 1"}),
+        0: HeldOutReply(sums={"easy": {"judged": 2.0}, "hard": {"judged": 1.0}}, failures={"easy": "of rank 0"}),
+        1: HeldOutReply(sums={"easy": {"judged": 3.0}}, failures={"easy": "of rank 1", "hard": "of rank 1"}),
     }
     looked = call(name="look", call_type="evaluate", model_name="actor", output_keys=())
     ranks, _ = run(looked, Ranks(found=found))
-    assert ranks.evaluated == StatsReply(stats={"accuracy": 0.5}, unjudged={"easy": "of rank 0", "hard": "of rank 1"})
+    sums = {"easy": {"judged": 5.0}, "hard": {"judged": 1.0}}
+    assert ranks.evaluated == HeldOutReply(sums=sums, failures={"easy": "of rank 0", "hard": "of rank 1"})
 
 
 @pytest.mark.parametrize(

@@ -171,9 +171,10 @@ def test_held_out_answers_that_training_ranks_cannot_judge_are_an_alarm_until_al
         f"evaluation.dataset.path={tmp_path / 'heldout.jsonl'}",
         "evaluation.dataset.max_prompt_tokens=16",
     )
-    failed = "10 of 10 held-out problems have no reward: reward_error: KeyError: 'x' (my_reward.py:3)"
-    unjudged, found = iter([{"": failed}, {"": failed}, {}, {}]), list[tuple[bool, str]]()
-    assert run_master(plan, trial, Gang(unjudged=lambda: next(unjudged)), monkeypatch) == WorkerExit.DONE
+    cause = "reward_error: KeyError: 'x' (my_reward.py:3)"
+    failed = f"1 of 1 held-out problems have no reward: {cause}"
+    failures, found = iter([{"": cause}, {"": cause}, {}, {}]), list[tuple[bool, str]]()
+    assert run_master(plan, trial, Gang(failures=lambda: next(failures)), monkeypatch) == WorkerExit.DONE
     for event in read_journal(trial.journal_path):
         if event["event"] == "train_notice":
             assert event["topic"] == "held-out problems without reward"

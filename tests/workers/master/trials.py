@@ -5,6 +5,7 @@ trial_of(folder) --run_master(trial, gang)--> exit code     gang: what the model
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 from corral.workers.checkpoint.ledger import read_delta
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights
+from corral.workers.data.held_out import sums_of
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, is_no_room, run_to_exit_code
 from corral.workers.master import master_worker
@@ -35,6 +37,7 @@ from corral.workers.master.sample_source import BufferedSample
 from corral.workers.master.trainer_gang import WrittenFiles
 from corral.workers.requests.messages import (
     Evaluate,
+    HeldOutReply,
     LoadedModel,
     OkReply,
     Rejection,
@@ -72,8 +75,8 @@ class Gang:
     train: Callable[[int], TrainReply] = lambda step: FINE
     at_call: Callable[[str], None] = lambda name: None
     evaluate: Callable[[Evaluate], dict[str, float]] = lambda request: {} if request.uids else {"accuracy": 0.25}
-    unjudged: Callable[[], dict[str, str]] = lambda: {}
-    """Held-out problems without a reward, of each evaluation."""
+    failures: Callable[[], dict[str, str]] = lambda: {}
+    """Why no held-out problem has a reward, of each evaluation; empty where all have."""
     evaluated: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     """Every call that evaluated, with its rows."""
     trained: list[tuple[str, ...]] = field(default_factory=list)
@@ -151,8 +154,12 @@ class Gang:
         if isinstance(request, Evaluate):
             self.at_call("evaluate")
             self.evaluated.append((request.mfc, tuple(request.uids)))
-            unjudged = {} if request.uids else self.unjudged()
-            return dict.fromkeys(requests, StatsReply(stats=self.evaluate(request), unjudged=unjudged))
+            if request.uids:
+                return dict.fromkeys(requests, StatsReply(stats=self.evaluate(request)))
+            failures, accuracy = self.failures(), self.evaluate(request).get("accuracy")
+            rewards = [] if failures or accuracy is None else [accuracy]
+            sums = sums_of(rewards, [1] * len(rewards)) | {"correct": math.fsum(rewards)}
+            return dict.fromkeys(requests, HeldOutReply(sums={"": sums}, failures=failures))
         assert isinstance(request, TrainStep)
         self.at_call("train_step")
         self.trained.append(tuple(request.uids))

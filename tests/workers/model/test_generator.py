@@ -19,12 +19,13 @@ from corral.scheduling.keys import merge_keys
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.arithmetic import make_problems, write_model
+from corral.workers.data.held_out import means_by_set
 from corral.workers.engine.engine import load_model
 from corral.workers.lifecycle.worker import PromptsFailError, UserCodeError
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.generator import Generator
 from corral.workers.model.models import Models
-from corral.workers.requests.messages import Evaluate, Generate, Initialize, SampleMetadata, StatsReply
+from corral.workers.requests.messages import Evaluate, Generate, HeldOutReply, Initialize, SampleMetadata
 from tests.workers.backends.training_helpers import save_tiny_model
 from tests.workers.data.tiny_tokenizer import write_tokenizer
 from tests.workers.model.test_models import PLACES, specification
@@ -99,7 +100,7 @@ def test_no_reward_of_a_model_worker_sees_the_secrets_of_its_trial(
         models.generate(Generate(mfc="ask", uids=["0:a"], orders=[0], tries=[0], version="0.0"))
         evaluated = models.evaluate(Evaluate(mfc="look", uids=[]))
     assert store.gather(["0:a"], ("rewards",)).data["rewards"].tolist() == [0.0]
-    assert evaluated.stats["reward/mean"] == 0.0
+    assert isinstance(evaluated, HeldOutReply) and evaluated.sums[""]["reward"] == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +155,9 @@ def generator_of(
         yield generator, store
 
 
-def evaluate(generator: Generator, model: Any, *, batch_size: int = 4) -> StatsReply:
-    return generator.evaluate(model, context=ParallelContext(), batch_size=batch_size)
+def evaluate(generator: Generator, model: Any, *, batch_size: int = 4) -> dict[str, float]:
+    found = generator.evaluate(model, context=ParallelContext(), batch_size=batch_size)
+    return means_by_set(found.sums)
 
 
 def generate(generator: Generator, model: Any, *row_ids: object, step: int = 0, tries: int = 0) -> list[SampleMetadata]:
@@ -218,11 +220,10 @@ def test_a_reward_that_fails_on_a_held_out_answer_is_counted_and_left_out(
     tmp_path: Path, directory: Path, misbehaving: RewardConfig
 ) -> None:
     with generator_of(tmp_path, directory, reward=misbehaving) as (generator, _):
-        found = evaluate(generator, load(directory))
-    told = "6 of 8 held-out problems have no reward: reward_error: the reward function score failed 1 times, last: "
-    assert found.unjudged[""].startswith(told)
-    assert found.unjudged[""].endswith("ValueError: no such problem (misbehaving.py:9)")
-    assert found.stats == {
+        found = generator.evaluate(load(directory), context=ParallelContext(), batch_size=4)
+    assert found.failures[""].startswith("reward_error: the reward function score failed 1 times, last: ")
+    assert found.failures[""].endswith("ValueError: no such problem (misbehaving.py:9)")
+    assert means_by_set(found.sums) == {
         "problems": 8.0,
         "unjudged": 6.0,
         "accuracy": 0.5,
@@ -238,21 +239,21 @@ def test_held_out_problems_are_answered_as_evaluation_says_and_alike_each_time(t
     with generator_of(tmp_path, directory, **sampled, **vote) as (generator, _):
         found = evaluate(generator, model)
         assert found == evaluate(generator, model, batch_size=64)
-    assert {"pass@2", "pass@4", "majority"} <= found.stats.keys()
-    assert (found.stats["problems"], found.stats["pass@4"]) == (8.0, 1.0)
+    assert {"pass@2", "pass@4", "majority"} <= found.keys()
+    assert (found["problems"], found["pass@4"]) == (8.0, 1.0)
 
 
 def test_every_declared_end_ends_a_held_out_answer(tmp_path: Path, directory: Path) -> None:
     several, model = tmp_path / "several", load(directory)
     shutil.copytree(directory, several)
     with generator_of(tmp_path, directory) as (generator, _):
-        assert evaluate(generator, model).stats["response_length/mean"] == 8.0, "it ends no answer by itself"
+        assert evaluate(generator, model)["response_length/mean"] == 8.0, "it ends no answer by itself"
     # Every digit is an end too, so that whatever the model says ends at once.
     config = json.loads((directory / "config.json").read_text())
     for name in ("config.json", "generation_config.json"):
         (several / name).write_text(json.dumps({**config, "eos_token_id": [config["eos_token_id"], *range(2, 14)]}))
     with generator_of(tmp_path, several) as (generator, _):
-        assert evaluate(generator, model).stats["response_length/mean"] == 1.0
+        assert evaluate(generator, model)["response_length/mean"] == 1.0
 
 
 def test_a_held_out_prompt_that_is_too_long_is_refused(tmp_path: Path, directory: Path) -> None:
