@@ -144,7 +144,7 @@ class Clockwork:
         self.admission = Admission(
             gate, passes=lambda: self.prompts, is_committed=self.settled.__contains__, trainer="master_worker/0"
         )
-        self.table, self.step, self.last = ServerTable(policy="least_requests"), 0, None
+        self.table, self.step, self.last = ServerTable(), 0, None
         self.known = PolicyVersion(0, 0)
         window = policy.window and ReorderWindow(policy.window, self.prompts, is_settled=self.settled.__contains__)
         self.ready, self.held = ReadySamples(window or None), dict[str, Group]()
@@ -313,7 +313,7 @@ def on_this_machine() -> Iterator[str]:
                     "rollout.agent_processes": 1,
                     "rollout.max_head_offpolicyness": policy.eta,
                     "rollout.max_concurrent_rollouts": min(policy.eta + 1, 2) * 8,
-                    "control.commit_every_steps": 5,
+                    "control.commit_every": "5 steps",
                     "evaluation": "null",  # whose answers are no prompts
                     **window,
                 },

@@ -192,7 +192,7 @@ def _experiment() -> dict[str, Any]:
         },
         "dataset": {"path": "rows.jsonl", "max_prompt_tokens": 16},
         "train_batch_size": PROMPTS,
-        "control": {"commit_every_steps": 1000},
+        "control": {"commit_every": "1000 steps"},
         "groups": {
             kind: {"scheduling": {"cpu": 1, "gpu": 0, "mem": "1G"}}
             for kind in ("master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker")

@@ -93,7 +93,6 @@ async def measure(name: str, url: str, cpu_seconds: Callable[[], float], *, num_
             route,
             sampling=SamplingConfig(max_new_tokens=num_tokens),
             stop_token_ids=[],
-            first_token_timeout_s=SILENCE_S,
             token_timeout_s=SILENCE_S,
         )
         engine, process, wall = cpu_seconds(), time.process_time(), time.monotonic()

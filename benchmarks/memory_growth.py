@@ -82,13 +82,13 @@ def _submit(root: Path, steps: int, batch: int, commit_every: int) -> Path:
         "actor.path": root / "model",
         "dataset.path": root / "train.jsonl",
         "evaluation.dataset.path": root / "heldout.jsonl",
-        "evaluation.every_steps": 10**9,
+        "evaluation.every": f"{10**9} steps",
         "train_batch_size": batch,
         "ppo.group_size": 2,
         "rollout.sampling.max_new_tokens": 2,
         "control.total_train_epochs": -(-steps * batch // ROWS),
         "control.max_steps": steps,
-        "control.commit_every_steps": commit_every,
+        "control.commit_every": f"{commit_every} steps",
     }
     options = [option for key, value in settings.items() for option in ("-s", f"{key}={value}")]
     command = [BIN / "rl-submit", RECIPE, "--local", "--trial", "memory", "--fileroot", root / "trials", *options]

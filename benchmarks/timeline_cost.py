@@ -3,9 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/timeline_cost.py [--trial DIR]
 
 A span is recorded by the thread that works, and encoded and written by another: both are measured. With --trial the
-spans and bytes of each step of a trial are counted. What that does to a whole trial is seen, in turns, by
-
-    python benchmarks/kept_samples.py --without timeline.max_size=0 --setting timeline.max_size=16
+spans and bytes of each step of a trial are counted.
 """
 
 import argparse

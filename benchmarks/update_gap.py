@@ -143,7 +143,6 @@ class Trial:
                 route,
                 sampling=SamplingConfig(max_new_tokens=NEW_TOKENS),
                 stop_token_ids=[],
-                first_token_timeout_s=DEADLINE_S,
                 token_timeout_s=DEADLINE_S,
             )
             for turn in itertools.count():

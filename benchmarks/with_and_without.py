@@ -1,18 +1,18 @@
 """What a setting costs a trial: answers per CPU second and seconds per step, with it and without it, in turns.
 
     OMP_NUM_THREADS=1 python benchmarks/with_and_without.py [--steps 30] [--rounds 2]
-        [--without samples.prompts_per_step=0] [--setting samples.prompts_per_step=8]
+        [--without samples_per_step=0] [--setting samples_per_step=8]
 
 The arithmetic GRPO recipe on this machine, from an untrained model, as whole trials. CPU seconds are those of all of a
 trial's processes, from rl-submit to the last that its supervisor leaves; seconds per step leave the first out. Any
 settings are compared, and several at once: all that shows a trial beside none of it but metrics.jsonl and the page is
 
-    --without samples.prompts_per_step=0 timeline.max_size=0 tracking.to=[]
-    --setting samples.prompts_per_step=null timeline.max_size=16 tracking.to=[tensorboard,prometheus]
+    --without samples_per_step=0 tracking.to=[]
+    --setting samples_per_step=null tracking.to=[tensorboard,prometheus]
 
 and evaluations by the servers that answer for training, beside none until the last step,
 
-    --without evaluation.every_steps=1000 --setting evaluation.every_steps=10
+    --without evaluation.every=1000 steps --setting evaluation.every=10 steps
 """
 
 import argparse
@@ -57,8 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--setting", nargs="+", default=["samples.prompts_per_step=8"], help="compared with --without")
-    parser.add_argument("--without", nargs="+", default=["samples.prompts_per_step=0"], help="what that is")
+    parser.add_argument("--setting", nargs="+", default=["samples_per_step=8"], help="compared with --without")
+    parser.add_argument("--without", nargs="+", default=["samples_per_step=0"], help="what that is")
     options = parser.parse_args()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a supervisor outlives rl-submit: it comes here
     arms = {"without": options.without, "with": options.setting}
@@ -92,7 +92,7 @@ def _run(root: Path, name: str, compared: Sequence[str], *, steps: int) -> Run:
         f"actor.path={data / 'model'}",
         f"dataset.path={data / 'train_grpo.jsonl'}",
         f"evaluation.dataset.path={data / 'heldout.jsonl'}",
-        "evaluation.every_steps=1000",
+        "evaluation.every=1000 steps",
         f"control.max_steps={steps}",
         *compared,
     ]

@@ -31,7 +31,7 @@ from corral.experiments.config.cluster import (
     LaunchConfig,
     SupervisionConfig,
 )
-from corral.experiments.config.control import TimelineConfig, TrainControl
+from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import HELD_OUT_ANSWERS, DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
 from corral.experiments.config.tracking import TrackingConfig
@@ -96,8 +96,6 @@ class Experiment(FrozenConfig):
     """How the trial is submitted to SLURM."""
     supervision: SupervisionConfig = SupervisionConfig()
     """Restart budgets and deadlines."""
-    timeline: TimelineConfig = TimelineConfig()
-    """What is kept of when each worker did what."""
     tracking: TrackingConfig = TrackingConfig()
     """Where its numbers go while it runs."""
 
@@ -401,7 +399,7 @@ class Experiment(FrozenConfig):
             model_name=ModelName(role),
             call_type=CallType.INFERENCE,
             implementation=implementation,
-            n_seqs=min(model.n_seqs or self.train_batch_size, self.train_batch_size),
+            n_seqs=self.train_batch_size,
             input_keys=tuple(input_keys),
             output_keys=tuple(outputs.values()),
             output_key_remap={own: name for own, name in outputs.items() if own != name},

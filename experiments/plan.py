@@ -16,7 +16,6 @@ from pydantic import Field
 
 from corral.experiments.config.base import FrozenConfig, parts_of
 from corral.experiments.config.cluster import ClusterConfig, LaunchConfig, SupervisionConfig
-from corral.experiments.config.control import TimelineConfig
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.config.tracking import TrackingConfig
 from corral.experiments.errors import ChangedInputError
@@ -69,7 +68,6 @@ class RunPlan(FrozenConfig):
     cluster: ClusterConfig
     launch: LaunchConfig
     supervision: SupervisionConfig
-    timeline: TimelineConfig = TimelineConfig()
     tracking: TrackingConfig = TrackingConfig()
     scheduling: ExperimentScheduling
     workers: list[WorkerSpec]
@@ -196,7 +194,6 @@ def make_run_plan(experiment: "Experiment", trial_identity: TrialIdentity, mode:
         cluster=experiment.cluster,
         launch=experiment.launch,
         supervision=experiment.supervision,
-        timeline=experiment.timeline,
         tracking=experiment.tracking,
         scheduling=scheduling,
         workers=workers,

@@ -14,11 +14,10 @@ Without a critic, advantages compare the answers to one prompt: GRPO and its kin
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from corral.experiments.checks.data import MODEL_CONTEXT
 from corral.experiments.config.algorithm import PPOConfig
-from corral.experiments.config.control import SamplesConfig
 from corral.experiments.config.data import RowKind
 from corral.experiments.config.endpoint import checked_teacher_names
 from corral.experiments.config.model import (
@@ -79,8 +78,9 @@ class PolicyExperiment(Experiment):
     """The algorithm."""
     rollout: GenerationConfig = GenerationConfig()
     """How answers are made and judged."""
-    samples: SamplesConfig = SamplesConfig()
-    """What is kept for reading of the answers that are trained on."""
+    samples_per_step: int | None = Field(default=8, ge=0)
+    """Prompts of each train step whose answers are kept for `rl-samples`, at least one for each data-parallel rank; 0
+    keeps none, None all. The newest 512 MB stay."""
 
     beside_first: ClassVar[frozenset[str]] = frozenset({"critic", "ref", "reward"})
 
@@ -294,14 +294,14 @@ class PolicyExperiment(Experiment):
         if role == "actor" or role.startswith("teacher_"):
             own["taught_sources"] = self.taught_sources if role == "actor" else (role.removeprefix("teacher_"),)
         if role == "critic" and self.critic is not None:
-            own["critic"] = self.critic.value
+            own["critic"] = self.critic.values
         if role == "reward" and self.reward_model is not None:
             own["head"] = self.reward_model.head
         return own
 
     def rank_settings(self) -> Mapping[str, Any]:
         reward = {name: getattr(self.rollout, name) for name in RewardConfig.model_fields}
-        return {"reward": RewardConfig(**reward), "samples": self.samples}
+        return {"reward": RewardConfig(**reward), "samples_per_step": self.samples_per_step}
 
     def length_limits(self) -> LengthLimits:
         data = self.dataset

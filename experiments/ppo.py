@@ -62,7 +62,7 @@ class PPOExperiment(PolicyExperiment):
             model_name=ModelName("actor", int(self.has_replica)),
             call_type=CallType.GENERATE,
             implementation=GENERATE,
-            n_seqs=min(self.actor.n_seqs or self.train_batch_size, self.train_batch_size),
+            n_seqs=self.train_batch_size,
             output_keys=self.trajectory_keys,
             pre_hooks=(PullWeightsHook(source=ModelName("actor")),) if self.has_replica else (),
         )

@@ -263,11 +263,11 @@ def _of_evaluation(experiment: Experiment, evaluation: EvaluationConfig) -> Iter
             "name a part, or a number that right answers have at least",
             path=("evaluation", "correct"),
         )
-    if experiment.generates and evaluation.best is not None and evaluation.best.metric not in evaluation.metrics:
+    if experiment.generates and evaluation.best is not None and evaluation.best not in evaluation.metrics:
         yield ConfigProblem(
-            f"an evaluation has no number {evaluation.best.metric!r}",
-            did_you_mean(evaluation.best.metric, evaluation.metrics, f"there are {', '.join(evaluation.metrics)}"),
-            path=("evaluation", "best", "metric"),
+            f"an evaluation has no number {evaluation.best!r}",
+            did_you_mean(evaluation.best, evaluation.metrics, f"there are {', '.join(evaluation.metrics)}"),
+            path=("evaluation", "best"),
         )
     if kind in ("prompts", "answers"):
         path = ("evaluation", "sampling", "max_new_tokens")

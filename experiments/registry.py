@@ -8,6 +8,7 @@ Each stage reports all of its mistakes at once; the next stage runs only on what
 """
 
 import copy
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,13 +38,13 @@ from corral.experiments.loading.overrides import (
     value_at,
 )
 from corral.experiments.loading.profile import Layer, merge, read_layer, read_profile, without
-from corral.experiments.loading.schema import accepts, field_at
+from corral.experiments.loading.schema import accepts, field_at, json_schema
 from corral.experiments.loading.validation import EXPERIMENT_BY_WORD, validate
 from corral.experiments.ppo import PPOExperiment
 from corral.experiments.problems import find_problems
 from corral.experiments.row_experiment import DPOExperiment, RewardModelExperiment, SFTExperiment
 from corral.scheduling.allocation import parse_allocation
-from corral.scheduling.scheduling import default_scheduling
+from corral.scheduling.scheduling import Scheduling, default_scheduling
 from corral.scheduling.worker_information import WorkerKind
 
 EXPERIMENTS: Mapping[str, type[Experiment]] = {
@@ -67,6 +68,11 @@ class LoadedExperiment:
     source: ConfigSource
     written: Mapping[str, Any]
     """What files and overrides say, as one file could; nothing that follows from it is filled in."""
+
+
+def schema_text() -> str:
+    """The JSON Schema of experiment files."""
+    return json.dumps(json_schema(EXPERIMENTS, filled_in=Scheduling), indent=1, ensure_ascii=False)
 
 
 def load_experiment(path: Path | str, overrides: Sequence[str] = (), *, profiles: Sequence[Path] = ()) -> Experiment:
@@ -108,6 +114,7 @@ def load_with_source(
     source = replace(source, place_by_path=merged.place_by_path)
     changes = [as_text_where_asked(change, experiment_class) for change in changes]
     written, source = _with_sbatch_arguments(apply_overrides(merged.data, changes), sbatch_arguments, source)
+    written, source = _by_own_names(written, experiment_class, source)
     _make_paths_absolute(written, experiment_class, source)
     filled = _with_what_follows(_with_group_defaults(written, experiment_class), experiment_class)
     experiment = validate(experiment_class, filled, source)
@@ -205,6 +212,33 @@ def _with_sbatch_arguments(
     typed = {(*path, number): f"--sbatch-arg={argument}" for number, argument in enumerate(added, start=len(given))}
     changed = apply_overrides(data, [Override(path=path, value=[*given, *added], typed=dotted(path))])
     return changed, replace(source, override_by_path={**source.override_by_path, **typed})
+
+
+def _by_own_names(
+    data: dict[str, Any], experiment_class: type[Experiment], source: ConfigSource
+) -> tuple[dict[str, Any], ConfigSource]:
+    """The data without the second names of keys.
+
+    Raises:
+        ConfigError: if a key is there by both of its names.
+    """
+    for (above, other), own in _OTHER_NAMES.items():
+        keys, path = data.get(above), (above, own)
+        if not isinstance(keys, dict) or other not in keys or field_at(experiment_class, path) is None:
+            continue
+        if own in keys:
+            error = ConfigError.of(f"{other} and {own} are one key", hint="remove one of them", path=(above, other))
+            raise error.located(source)
+        data = {**data, above: {own if key == other else key: value for key, value in keys.items()}}
+        source = replace(
+            source,
+            place_by_path={path if at == (above, other) else at: it for at, it in source.place_by_path.items()},
+            override_by_path={path if at == (above, other) else at: it for at, it in source.override_by_path.items()},
+        )
+    return data, source
+
+
+_OTHER_NAMES: Mapping[tuple[str, str], str] = {("rollout", "max_staleness"): "max_head_offpolicyness"}
 
 
 def _make_paths_absolute(data: dict[str, Any], experiment_class: type[Experiment], source: ConfigSource) -> None:

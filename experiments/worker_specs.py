@@ -8,7 +8,7 @@ from pydantic import Field
 
 from corral.experiments.config.algorithm import CriticConfig, DPOConfig, PPOConfig
 from corral.experiments.config.base import FrozenConfig
-from corral.experiments.config.control import SamplesConfig, TrainControl
+from corral.experiments.config.control import TrainControl
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.model import GradientSums, LoraConfig, ModelConfig, OptimizerConfig, Recompute
 from corral.experiments.config.rollout import (
@@ -281,8 +281,8 @@ class ModelWorkerSpec(FrozenConfig):
     """Who judges held-out answers."""
     behaviour: BehaviourSpec = BehaviourSpec()
     """Who makes the answers that are trained on."""
-    samples: SamplesConfig = SamplesConfig(prompts_per_step=0)
-    """What of them is kept for reading."""
+    samples_per_step: int | None = 0
+    """Prompts of each train step whose answers are kept for reading; None keeps all."""
     total_steps: int = Field(ge=1)
     """Train steps of the whole run, for the learning-rate schedule."""
 

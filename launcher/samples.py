@@ -165,7 +165,7 @@ class KeptAnswers:
         """
         self._files = files_by_step(folder)
         if not self._files:
-            hint = "samples.prompts_per_step says how many are kept; the first are there after the first train step"
+            hint = "samples_per_step says how many are kept; the first are there after the first train step"
             raise ConfigError.of("this trial has kept no answers", hint=hint)
         newest = self._files[max(self._files)][0]
         self.fields = ("row", *_scalars_in(newest))
@@ -173,7 +173,7 @@ class KeptAnswers:
 
     def steps(self, wanted: str) -> list[int]:
         """Those that are meant; see `chosen_steps`."""
-        return chosen_steps(wanted, self._files, option="--step", limit="samples.max_size")
+        return chosen_steps(wanted, self._files, option="--step", limit="the space for answers, 512 MB")
 
     def read(
         self,

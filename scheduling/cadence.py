@@ -8,6 +8,7 @@ Steps and passes are counted from the beginning of the run, so that a restart ch
 counted from the last time, or from the start of the process: no file keeps when something was last done.
 """
 
+import re
 from dataclasses import dataclass
 
 from pydantic import Field
@@ -40,6 +41,32 @@ class Frequency(FrozenModel):
         parts = [unit if count == 1 else f"{count} {unit}s" for count, unit in counted if count is not None]
         parts += [] if self.seconds is None else [f"{self.seconds:g} s"]
         return f"every {' or '.join(parts)}" if parts else "never"
+
+
+_UNITS = {"step": 0, "epoch": 0, "second": 1, "minute": 60, "hour": 3600}
+"""Seconds of each unit; those without are counted."""
+
+
+def parse_frequency(text: str) -> Frequency:
+    """A frequency as files say it: `20 steps`, `1 epoch`, `10 minutes`, or several of these with `or` between.
+
+    Raises:
+        ValueError: if it is not of this form, or counts a kind of unit twice.
+    """
+    found: dict[str, float] = {}
+    for part in text.split(" or "):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+?)s?\s*", part)
+        number, unit = (float(match[1]), match[2]) if match else (0.0, "")
+        if unit not in _UNITS or number <= 0.0 or (not _UNITS[unit] and number != int(number)):
+            raise ValueError(
+                "must be a number of steps, epochs, seconds, minutes or hours, such as 20 steps or 10 minutes, got "
+                f"{text!r}; write the unit behind a number above 0, and a whole number of steps or epochs"
+            )
+        kind = {"step": "steps", "epoch": "passes"}.get(unit, "seconds")
+        if kind in found:
+            raise ValueError(f"{text!r} says twice after how many {unit}s; keep one of them")
+        found[kind] = number * _UNITS[unit] if _UNITS[unit] else int(number)
+    return Frequency.model_validate(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

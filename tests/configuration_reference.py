@@ -1,6 +1,8 @@
 """Configuration classes -> docs/configuration.md, the reference of every key.
 
 python -m tests.configuration_reference --write docs/configuration.md
+
+The keys that shipped files use come first.
 """
 
 import argparse
@@ -8,12 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
-from corral.experiments.errors import dotted, show_value
+from corral.experiments.errors import KeyPath, dotted, show_value
 from corral.experiments.experiment import Experiment
-from corral.experiments.loading.schema import alternatives, entries, key_paths, purpose, submodel
+from corral.experiments.loading.schema import alternatives, entries, key_paths, model_at, purpose, submodel
+from corral.experiments.loading.validation import OLD_KEYS
 from corral.experiments.registry import EXPERIMENTS
 from corral.scheduling.scheduling import Scheduling, default_scheduling
 
@@ -32,10 +36,12 @@ Everything is checked before anything is submitted; an error names file, line, v
 - **YAML is read strictly**: `true` and `false` are the only booleans (`yes`, `no`, `on` and `off` are text), `1e-5` is
   a number, `24:00:00` is text. Duplicate keys, anchors and aliases, tags, control characters and line breaks in values
   are errors; a file has at most 1 MB.
+- **Editors** complete and check keys by a JSON Schema: `rl-submit --schema > experiment.schema.json`, and
+  `# yaml-language-server: $schema=experiment.schema.json` as the first line of the file.
 - **Import paths** look like `package.module:name`. The module is searched where Python searches, and in the current
   directory.
 
-An allocation says who generates and who trains. This version builds the backends `hf` and `sglang` (generation,
+An allocation says who generates and who trains. Backends are `hf` and `sglang` (generation,
 see [rollout](rollout.md)), `fsdp` and `megatron` (training; see [layouts](layouts.md)): `fsdp:d4`,
 `hf:d2+fsdp:d2c2`, or `sglang:d2+megatron:d4`. The whole grammar:
 
@@ -50,23 +56,73 @@ layout     := "d", "t" (or "m"), "p", "c" and "e", each with a size, each at mos
 """
 
 
+ROOT = Path(__file__).parents[1]
+SHIPPED = sorted([*(ROOT / "experiments" / "recipes").glob("*.yaml"), *(ROOT / "examples").glob("*.yaml")])
+"""Files whose keys come first."""
+
+
 def configuration_reference() -> str:
     """The text of docs/configuration.md."""
-    lines = [_INTRODUCTION]
+    usual = usual_keys()
+    lines = [_INTRODUCTION, "# Usual keys", "", "Those that the files which ship use.", ""]
+    lines += _sections(usual, are_usual=True)
+    lines += ["# Further keys", "", "Their defaults suit most trials.", ""]
+    lines += _sections(usual, are_usual=False)
+    return "\n".join([*lines, *_old_keys()]).rstrip() + "\n"
+
+
+def usual_keys() -> set[tuple[type[BaseModel], str]]:
+    """(class that declares it, key) of each key that a shipped file has."""
+    found = set()
+    for file in SHIPPED:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        model = EXPERIMENTS[data["experiment"]]
+        for path in _paths(data):
+            above, name = model_at(model, path[:-1]), str(path[-1])
+            if above is not None and name in above.model_fields:
+                found.add((_declaring(above, name), name))
+    return found
+
+
+def _declaring(model: type[BaseModel], name: str) -> type[BaseModel]:
+    bases = [base for base in model.__mro__ if issubclass(base, BaseModel) and name in base.model_fields]
+    return bases[-1]
+
+
+def _paths(data: Any, path: KeyPath = ()) -> Iterator[KeyPath]:
+    for key, value in data.items() if isinstance(data, dict) else ():
+        yield (*path, key)
+        yield from _paths(value, (*path, key))
+
+
+def _sections(usual: set[tuple[type[BaseModel], str]], *, are_usual: bool) -> Iterator[str]:
+    """A section for each class that has such keys, by its title; keys beyond the usual ones have one of their own."""
+
+    def section(title: str, purpose: str, model: type[BaseModel], names: list[str]) -> Iterator[str]:
+        wanted = [name for name in names if ((_declaring(model, name), name) in usual) == are_usual]
+        if wanted:
+            title = f"More of {title}" if not are_usual and len(wanted) < len(names) else title
+            yield from (f"## {title}", "", *([purpose, ""] if purpose else []), *_table(model, wanted), "")
+            if model is Scheduling and are_usual:
+                yield from (*_default_scheduling(), "")
+
     common = set(Experiment.model_fields)
-    for name, experiment_class in EXPERIMENTS.items():
-        own = [field for field in experiment_class.model_fields if field not in common or field == "allocation"]
-        purpose = (experiment_class.__doc__ or "").splitlines()[0]
-        lines += [f"## experiment: {name}", "", purpose, "", *_table(experiment_class, own), ""]
+    for name, model in EXPERIMENTS.items():
+        own = [field for field in model.model_fields if field not in common or field == "allocation"]
+        yield from section(f"experiment: {name}", (model.__doc__ or "").splitlines()[0], model, own)
     shared = [field for field in Experiment.model_fields if field not in ("experiment", "allocation")]
-    lines += ["## Every experiment", "", *_table(Experiment, shared), ""]
+    yield from section("Every experiment", "", Experiment, shared)
     for model, places in _models_below().items():
         where = ", ".join(f"`{place}`" for place in places)
-        purpose = " ".join((model.__doc__ or "").split())
-        lines += [f"## {_title(model)}", "", f"At {where}. {purpose}", "", *_table(model, list(model.model_fields)), ""]
-        if model is Scheduling:
-            lines += [*_default_scheduling(), ""]
-    return "\n".join(lines).rstrip() + "\n"
+        purpose = f"At {where}. {' '.join((model.__doc__ or '').split())}"
+        yield from section(_title(model), purpose, model, list(model.model_fields))
+
+
+def _old_keys() -> Iterator[str]:
+    yield from ("# Old keys", "", "A file that has one is refused with what this table says.", "")
+    yield from ("| key that was | write | what holds instead |", "|---|---|---|")
+    for key, (new, reason) in OLD_KEYS.items():
+        yield f"| `{key}` | {f'`{new}`' if ':' in new else new} | {reason} |"
 
 
 def _models_below() -> dict[type[BaseModel], list[str]]:

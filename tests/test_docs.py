@@ -14,6 +14,7 @@ import pytest
 
 from corral.experiments.exit_codes import CommandExit, WorkerExit
 from corral.experiments.loading.schema import key_paths
+from corral.experiments.loading.validation import OLD_KEYS
 from corral.experiments.registry import EXPERIMENTS
 from corral.launcher.status.words import TrialState, WorkerState
 
@@ -140,7 +141,9 @@ def test_settings_exist(document: Path) -> None:
     for span in code_spans(document):
         setting = re.split(r"[=:]", span)[0]
         if _SETTING.fullmatch(setting) and setting.partition(".")[0] in sections:
-            assert setting in known, f"{document.name} names the setting {setting}, which is not there"
+            assert setting in known or setting in OLD_KEYS, (
+                f"{document.name} names the setting {setting}, which is not there"
+            )
 
 
 @each_document

@@ -24,7 +24,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
 from corral.experiments.trial.spans import Clock
 from corral.experiments.trial.trust import Trust
-from corral.experiments.trial.worker_record import WorkerRecord
+from corral.experiments.trial.worker_record import LEASE_TTL_S, WorkerRecord
 from corral.name_resolve.base import NameService
 from corral.name_resolve.keys import TrialKeys
 from corral.name_resolve.redis import RedisNameService
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     keys = TrialKeys(plan.trial.uuid)
     identity = _identity(arguments)
     # Ranks of a gang share their incarnation, so the process id keeps the owners of their records apart.
-    owner, ttl_s = f"{arguments.incarnation}.{identity.pid}", plan.supervision.lease_ttl_s
+    owner, ttl_s = f"{arguments.incarnation}.{identity.pid}", LEASE_TTL_S
     key = keys.worker(arguments.kind, arguments.index)
     try:
         notice = notice_of(plan.mode, trial, arguments.kind, stop_grace_s=plan.supervision.stop_grace_s)
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         with (
             connect_names(trial, secrets, keys) as names,
             StreamSecurity(secrets, arguments.kind, trial_uuid=plan.trial.uuid) as security,
-            Timeline(trial.timeline_path, _clock(arguments), max_mb=plan.timeline.max_size) as timeline,
+            Timeline(trial.timeline_path, _clock(arguments)) as timeline,
             Presence(names, key, owner=owner, ttl_s=ttl_s, identity=identity, timeline=timeline) as presence,
         ):
             presence.enter("setup", is_setting_up=True, deadline_s=plan.supervision.setup_timeout_s)

@@ -124,7 +124,6 @@ async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult
             sampling=config.sampling,
             tokenizer=prompts.tokenizer,
             stop_token_ids=eos_token_ids(request.weights),
-            first_token_timeout_s=rollout.first_token_timeout_s,
             token_timeout_s=rollout.token_timeout_s,
         )
         groups = GroupMaker(

@@ -53,9 +53,8 @@ class KLConfig(FrozenConfig):
     estimator: Literal["k1", "k2", "k3"] | None = None
     """How it is estimated from the sampled tokens; None is k3 in the loss, and k1, the only one there, in rewards."""
     target: float | None = Field(default=None, gt=0.0)
-    """Nats per answer that an adaptive coefficient aims at; None keeps the coefficient as it is."""
-    horizon: float = Field(default=10_000.0, gt=0.0)
-    """Answers in which an adaptive coefficient changes by at most a fifth."""
+    """Nats per answer that an adaptive coefficient aims at, which changes by at most a fifth in 10,000 answers; None
+    keeps the coefficient as it is."""
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
@@ -63,8 +62,6 @@ class KLConfig(FrozenConfig):
             raise ValueError(f"estimator {self.estimator} has no effect with place: reward; remove it")
         if self.target is not None and self.coef == 0.0:
             raise ValueError("target can never be reached from coef 0; start from a coef above 0, such as 0.1")
-        if self.target is None and changed(self, ["horizon"]):
-            raise ValueError("horizon has no effect without target; remove it, or set a target")
         return self
 
     @property
@@ -171,11 +168,9 @@ class PPOConfig(FrozenConfig):
     mask_no_eos_with_zero: bool = False
     """Whether an answer that was cut off by the token limit gets reward 0."""
     overlong_buffer: int | None = Field(default=None, ge=1)
-    """Tokens before `overlong_limit` in which an answer's reward falls, evenly, by `overlong_penalty` (DAPO); None leaves long answers alone."""  # noqa: E501
+    """Tokens before `overlong_limit` in which an answer's reward falls, evenly, by 1 before `reward_bias` and `reward_scale` (DAPO); None leaves long answers alone."""  # noqa: E501
     overlong_limit: int | None = Field(default=None, ge=1)
     """Tokens from which on an answer has the whole penalty; None is rollout.sampling.max_new_tokens."""
-    overlong_penalty: float = Field(default=1.0, gt=0.0)
-    """In units of the reward, before `reward_bias` and `reward_scale`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -197,7 +192,7 @@ class PPOConfig(FrozenConfig):
                 "group_std_normalization",
             ),
             (self.loss_reduction == "fixed_divisor", "loss_reduction: fixed_divisor", "loss_divisor"),
-            (self.overlong_buffer is not None, "overlong_buffer", "overlong_limit", "overlong_penalty"),
+            (self.overlong_buffer is not None, "overlong_buffer", "overlong_limit"),
             (self.use_decoupled_loss, "use_decoupled_loss", *_OF_DECOUPLED_LOSS),
         ):
             for name in [] if is_used else changed(self, names):
@@ -234,16 +229,13 @@ class PPOConfig(FrozenConfig):
 
 
 class CriticConfig(FrozenConfig):
-    """The critic of PPO: how its values are trained."""
+    """How the values of a critic are trained."""
 
     value_eps_clip: float | None = Field(default=0.2, gt=0.0)
-    """A value moves at most this far from the one that the advantages were computed from; None does not clip."""
-    huber_delta: float | None = Field(default=None, gt=0.0)
-    """Errors beyond this count linearly; None squares all."""
+    """A value moves at most this far from the value that the advantages were computed from; None does not clip."""
     value_norm: Literal["none", "exponential", "plain"] = "exponential"
-    """Whether the critic learns returns of mean 0 and deviation 1, by running means that forget, or that do not."""
-    value_norm_decay: float = Field(default=0.99995, gt=0.0, lt=1.0)
-    """What a running mean keeps of the past in one train step, with value_norm: exponential."""
+    """Whether the critic learns returns of mean 0 and deviation 1, by running means that forget (a share of 0.00005 in
+    one train step), or that do not."""
 
 
 class DPOConfig(FrozenConfig):
@@ -259,18 +251,12 @@ class DPOConfig(FrozenConfig):
     """Share of the preferences that are taken to be the wrong way round, with dpo and simpo."""
     target_margin: float = Field(default=0.0, ge=0.0)
     """How far the chosen answer is to be ahead with simpo, there called gamma; half of beta is usual."""
-    desirable_weight: float = Field(default=1.0, gt=0.0)
-    """Weight of the losses of chosen answers, with kto."""
-    undesirable_weight: float = Field(default=1.0, gt=0.0)
-    """Weight of those of rejected ones."""
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
         for written, losses in (
             ("label_smoothing", ("dpo", "simpo")),
             ("target_margin", ("simpo",)),
-            ("desirable_weight", ("kto",)),
-            ("undesirable_weight", ("kto",)),
         ):
             if self.loss not in losses and changed(self, [written]):
                 raise ValueError(f"{written} has no effect with loss: {self.loss}; remove it")

@@ -28,8 +28,6 @@ class ClusterConfig(FrozenConfig):
     """GPUs of one node that a trial may use; None is what most nodes of the partition have."""
     cpus_per_node: int | None = Field(default=None, ge=1)
     """CPUs of one node that a trial may use, as SLURM counts them; None is what most nodes of the partition have."""
-    threads_per_core: int | None = Field(default=None, ge=1)
-    """How many of these CPUs are one core, since every worker gets whole cores; None is what sinfo says, else 1."""
     mem_per_node: OptionalMemoryMb = Field(default=None, ge=1)
     """Memory of one node that a trial may use, in MB or with a suffix K, M, G or T; None is what most nodes of the partition have."""  # noqa: E501
     gpu_memory: OptionalMemoryMb = Field(default=None, ge=1024)
@@ -53,7 +51,6 @@ class ClusterConfig(FrozenConfig):
             cpus=other.cpus if self.cpus_per_node is None else self.cpus_per_node,
             gpus=other.gpus if self.gpus_per_node is None else self.gpus_per_node,
             mem_mb=other.mem_mb if self.mem_per_node is None else self.mem_per_node,
-            threads_per_core=other.threads_per_core if self.threads_per_core is None else self.threads_per_core,
         )
 
     def memory_option(self, *, mem_mb: int, cpus: int, rules: MemoryRules = COUNTED_MEMORY) -> dict[str, str]:
@@ -88,14 +85,8 @@ class LaunchConfig(JobOptions, FrozenConfig):
     """`packed` is one allocation for all groups, `hetjob` one component per kind of node, `jobs` one job per group; `auto` takes `packed` where all groups may share an allocation, else `hetjob`."""  # noqa: E501
     signal_before_end_s: int = Field(default=180, ge=5)
     """Seconds before the time limit at which the trial checkpoints and hands over to its next attempt; SLURM may be up to a minute early."""  # noqa: E501
-    no_kill: bool = False
-    """Whether the allocation outlives the loss of a node; what ran on it moves to the others, or waits."""
-    exclude_failed_nodes: bool = True
-    """Whether later attempts avoid the nodes that failed under this trial."""
     gang_timeout_s: float = Field(default=600.0, gt=0.0)
     """Layout `jobs`: seconds from the first running job to the last; after it all are given back and asked for again."""  # noqa: E501
-    sbatch_template: Path | None = None
-    """A Jinja template to use instead of the shipped trial.sbatch.j2."""
 
 
 class SupervisionConfig(FrozenConfig):
@@ -107,8 +98,6 @@ class SupervisionConfig(FrozenConfig):
     """Pause before the first restart; doubles with each further one within `healthy_after_s`, up to 30 s."""
     healthy_after_s: float = Field(default=600.0, gt=0.0)
     """A unit that ran this long gets its whole budget back."""
-    lease_ttl_s: float = Field(default=10.0, ge=1.0)
-    """Time to live of a worker's record; a record is refreshed three times in it."""
     silence_timeout_s: float = Field(default=60.0, ge=1.0)
     """Longest time that a worker may give no sign of life while Redis answers; it is then killed and started again. While it becomes ready, `setup_timeout_s` holds."""  # noqa: E501
     setup_timeout_s: float = Field(default=600.0, gt=0.0)

@@ -13,8 +13,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue, model_va
 
 from corral.experiments.config.base import FrozenConfig, changed
 from corral.experiments.config.condition import Condition, FindingPattern
+from corral.experiments.config.control import Every
 from corral.experiments.config.rollout import ImportPath, SamplingConfig
-from corral.scheduling.cadence import Frequency
+from corral.scheduling.cadence import Frequency, parse_frequency
 
 RowKind = Literal["prompts", "answers", "conversations", "preferences"]
 """What a row must have: a prompt; an answer besides, which prompts may have, too; one that is learned, of several turns
@@ -192,16 +193,6 @@ class EvaluationSampling(SamplingConfig):
     """Divides the logits; 0.0 takes the most likely token each time."""
 
 
-class BestConfig(FrozenConfig):
-    """Which of the versions that are evaluated is the best."""
-
-    metric: str = Field(min_length=1)
-    """A number of the evaluation, by its name in metrics.jsonl without eval/: accuracy, reward/mean, pass@8, loss, or
-    aime/accuracy of one of `more`."""
-    is_highest: bool = True
-    """Whether more of it is better; false for losses."""
-
-
 def _number_or_name(value: Any) -> Any:
     """A number that was written as text, as on a command line, as the number."""
     try:
@@ -218,13 +209,9 @@ class EvaluationConfig(FrozenConfig):
     """The held-out rows."""
     more: Annotated[dict[str, Path], AfterValidator(_checked_names)] = {}
     """Further files of held-out problems by name, read as `dataset` is: {aime: aime.jsonl} gives eval/aime/accuracy."""
-    every_steps: int | None = Field(default=20, ge=1)
-    """Train steps from one evaluation to the next; the first is before the first step, the last after the last one.
-    None leaves it to `every_epochs` and `every_seconds`; of several, whichever is due first counts."""
-    every_epochs: int | None = Field(default=None, ge=1)
-    """Passes over the training data from one evaluation to the next."""
-    every_seconds: float | None = Field(default=None, gt=0.0)
-    """Seconds from one evaluation to the next, counted anew after a restart."""
+    every: Every = "20 steps"
+    """From one evaluation to the next, as in `control.commit_every`. The first is before the first step, the last after
+    the last step."""
     batch_size: int = Field(default=64, ge=1)
     """Rows that all ranks, or all generation servers, together look at at a time."""
     sampling: EvaluationSampling = EvaluationSampling()
@@ -235,8 +222,10 @@ class EvaluationConfig(FrozenConfig):
     """Which answers accuracy, pass@k and majority count as right: those with at least this reward; or the name of a part of `rollout.reward`, whose own number, before its weight, has to be at least 1."""  # noqa: E501
     vote: FindingPattern | None = None
     r"""A regular expression whose first group is what an answer says, where it matches last, such as \\boxed\{(.*?)\}: eval/majority then is how often what most of a problem's answers say is right."""  # noqa: E501
-    best: BestConfig | None = None
-    """Keep the weights that were evaluated best as exports/best; None keeps the last ones, and what `control` says."""
+    best: str | None = Field(default=None, min_length=1)
+    """Keep as exports/best the weights whose evaluation has the best value of this number, by its name in metrics.jsonl
+    without eval/: accuracy, reward/mean, pass@8, loss, or aime/accuracy of one of `more`. Of a name that ends in loss
+    the lowest is the best, of all others the highest. None keeps the last weights, and those that `control` says."""
 
     @property
     def datasets(self) -> dict[str, DatasetConfig]:
@@ -265,4 +254,4 @@ class EvaluationConfig(FrozenConfig):
     @property
     def frequency(self) -> Frequency:
         """When an evaluation is due."""
-        return Frequency(steps=self.every_steps, passes=self.every_epochs, seconds=self.every_seconds)
+        return parse_frequency(self.every)

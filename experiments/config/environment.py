@@ -23,5 +23,3 @@ class EnvironmentConfig(FrozenConfig):
     """Names of environment variables that it gets besides; of the others it gets PATH, and what says where certificates and proxies are."""  # noqa: E501
     python: Path | None = None
     """The Python that it is installed in; None is `.venv-environments` beside corral's own environment (`make environments`)."""  # noqa: E501
-    load_timeout_s: float = Field(default=300.0, gt=0.0)
-    """How long it may take to be loaded, and at submission to list its tasks."""

@@ -19,33 +19,18 @@ Offload: TypeAlias = Literal["none", "between_calls", "optimizer"]
 """What of a model lies in host memory, and when."""
 
 
-class MuonConfig(FrozenConfig):
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), for the matrices of the layers."""
-
-    momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay of the average of gradients that is orthogonalized."""
-    nesterov: bool = True
-    """Whether the newest gradient counts once more beside that average."""
-    newton_schulz_steps: int = Field(default=5, ge=1, le=100)
-    """Iterations that orthogonalize a matrix."""
-    lr_ratio: float = Field(default=1.0, gt=0.0, le=1e6)
-    """Learning rate of these matrices, in units of `lr`. At 1 their updates are about as large as AdamW's."""
-
-
 class OptimizerConfig(FrozenConfig):
     """How gradients become updates, and the schedule of the learning rate."""
 
     type: Literal["adamw", "muon"] = "adamw"
-    """`adamw` (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101), or `muon`: Muon for the matrices of
-    the layers, and AdamW for embeddings, output, norms and biases."""
-    muon: MuonConfig | None = None
-    """Settings of `type: muon`; none: their defaults."""
+    """`adamw` (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101), or `muon`: Muon (Jordan et al. 2024,
+    https://kellerjordan.github.io/posts/muon/) for the matrices of the layers, with updates about as large as AdamW's,
+    and AdamW for embeddings, output, norms and biases."""
     lr: float = Field(default=2e-5, gt=0.0, le=1.0)
     """Peak learning rate."""
     weight_decay: float = Field(default=0.05, ge=0.0, le=10.0)
-    """Decoupled weight decay, per step and multiplied by the learning rate."""
-    decays_biases_and_norms: bool = False
-    """Whether biases and the weights of norms decay as matrices and embeddings do; usually they are left out."""
+    """Decoupled weight decay of matrices and embeddings, per step and multiplied by the learning rate. Biases and the
+    weights of norms do not decay."""
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of the first moment."""
     beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
@@ -60,12 +45,6 @@ class OptimizerConfig(FrozenConfig):
     """Where the schedule leads, as a share of `lr`: the rate of the step after the last; `constant` ignores it."""
     gradient_clipping: float = Field(default=1.0, gt=0.0)
     """Largest global gradient norm; larger gradients are scaled down to it."""
-
-    @model_validator(mode="after")
-    def _settings_have_a_reader(self) -> Self:
-        if self.muon is not None and self.type != "muon":
-            raise ValueError(f"muon has settings, but type is {self.type!r}, which reads none of them; set type: muon")
-        return self
 
 
 class ModelConfig(FrozenConfig):
@@ -84,9 +63,6 @@ class ModelConfig(FrozenConfig):
     not for each: `auto` does so where it can, and the log of the workers says when it cannot (backend megatron, context
     parallel, sliding windows, dropout). The results are the same but for rounding; long prompts gain most
     (docs/layouts.md)."""
-    n_seqs: int | None = Field(default=None, ge=1)
-    """Samples that an inference call on it takes at a time: with fewer than the batch, the calls that read what it
-    makes begin earlier. None takes the whole batch."""
     offload: Offload = "none"
     """What lies in host memory: `between_calls` all of the model after each step's calls on it, to make room for others
     on the same ranks; `optimizer` what the optimizer of a trained model keeps, with AdamW 8 bytes for each parameter,
@@ -156,6 +132,7 @@ class TrainedModelConfig(ModelConfig):
     """What its layers compute again in the backward pass of a train step, so that less memory is taken until then:
     `selective` keeps the results of matrix products and attention, and computes again what is cheap; `full` keeps the
     input of each layer only, and computes each twice, for a third more work. The numbers are the same."""
+
     gradient_sums: GradientSums = "each_micro_batch"
     """When ranks of the fsdp backend add their gradients up, of which each then keeps its share: after each
     micro-batch, or after the last one of a step, which sends less, and takes whole float32 gradients until then: 4
@@ -174,13 +151,16 @@ class ActorModelConfig(TrainedModelConfig):
     """What its calls run: ppo_actor, or the import path of one of your own."""
 
 
-class CriticModelConfig(TrainedModelConfig):
+class CriticModelConfig(TrainedModelConfig, CriticConfig):
     """The critic: a model that says what reward is to be expected, token by token."""
 
     interface: Annotated[str, AfterValidator(lambda text: named_or_imported(text, ("ppo_critic",)))] = "ppo_critic"
     """What its calls run: ppo_critic, or the import path of one of your own."""
-    value: CriticConfig = CriticConfig()
-    """How its values are trained."""
+
+    @property
+    def values(self) -> CriticConfig:
+        """How its values are trained."""
+        return CriticConfig(value_eps_clip=self.value_eps_clip, value_norm=self.value_norm)
 
 
 class ReferenceModelConfig(ModelConfig):

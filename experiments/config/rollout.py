@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
 
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.endpoint import TRIAL, JudgeConfig, TeacherEndpointConfig, checked_teacher_names
@@ -54,7 +62,6 @@ class RewardPart(FrozenConfig):
     """Deadline of one call, counted from when it is called; None: `rollout.reward_timeout_s`."""
     concurrency: int | None = Field(default=None, ge=1)
     """Calls at a time, in each rollout worker. None: `rollout.reward_processes` of a plain function, and 256 of an async one."""  # noqa: E501
-
     words: int = Field(default=0, ge=0, le=8192)
     """Bytes of what it says in words that go with each answer to the trainer, for people to read; of more the last ones. 0: none."""  # noqa: E501
 
@@ -208,11 +215,18 @@ class EpisodeConfig(FrozenConfig):
     """Seconds from its start to the end of its last answer, waiting for servers included; None: no limit."""
 
 
+def _with_max_staleness(schema: dict[str, Any]) -> None:
+    schema["properties"]["max_staleness"] = {"type": "integer", "description": "max_head_offpolicyness"}
+
+
 class RolloutConfig(GenerationConfig):
     """The asynchronous side of the trial."""
 
+    model_config = ConfigDict(json_schema_extra=_with_max_staleness)
+
     max_head_offpolicyness: int = Field(default=1, ge=0, le=100)
-    """Eta: no token that is trained on is more than this many policy versions old; 0 is synchronous."""
+    """Max staleness: no token that is trained on is more than this many policy versions old; 0 is synchronous. The key
+    may be written `max_staleness`."""
     demonstrations: str | None = None
     """Field of rows with an answer that stands in the group for one of the policy's, and is judged as those are; rows without it, and answers that are too long, are as ever. Its tokens count as made with probability 1: see `ppo.algorithm: luffy` and `sft_mix`."""  # noqa: E501
     length_schedule: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] = {}
@@ -225,10 +239,6 @@ class RolloutConfig(GenerationConfig):
     """Answers asked for beyond `ppo.group_size`: the first `group_size` that end are kept, the others are cancelled; of an agent's or environment's episodes so many may fail, too. Long answers, and failing ones, become rarer in training than the policy makes them."""  # noqa: E501
     drop_uniform_groups: bool = False
     """Whether a prompt all of whose answers have the same reward is dropped, and counted as `filtered`: relative to each other they teach nothing."""  # noqa: E501
-    schedule_policy: Literal["round_robin", "least_requests", "least_token_usage"] = "least_requests"
-    """How the manager spreads requests over generation servers."""
-    max_updating_share: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Share of the generation servers, at least one of them, that may stand still at the same time to take over new weights; the others generate on with those before, where the staleness bound allows it. 1.0: all at once."""  # noqa: E501
     teacher: TeacherEndpointConfig | None = None
     """A teacher outside of the trial, in place of the model `teacher`; answers are shown to it when they are judged."""
     teachers: Annotated[dict[str, TeacherEndpointConfig], AfterValidator(checked_teacher_names)] = {}
@@ -251,10 +261,9 @@ class RolloutConfig(GenerationConfig):
     """An environment of a package, whose tasks are the prompts and which gives the rewards, in place of an agent."""
     spool: Literal["disk", "memory"] = "disk"
     """Where a rollout worker keeps finished prompts until a commit covers them, and finished turns with `episode.can_replay`. `disk`: in the trial's folder, where they outlive it. `memory`: they are lost with it, and made anew. Either way every prompt is trained on once."""  # noqa: E501
-    first_token_timeout_s: float = Field(default=300.0, gt=0.0)
-    """A generation server that has brought no token of an answer for so long since it was asked is taken for hung."""
     token_timeout_s: float = Field(default=300.0, gt=0.0)
-    """So is one that brings no more tokens of an answer for so long; longer than it stands still to read weights."""
+    """A generation server that has brought no token of an answer for so long, since it was asked or since the last
+    token, is taken for hung; longer than a server stands still to read weights."""
 
     @model_validator(mode="after")
     def _shows_answers_to_prompts(self) -> Self:
@@ -372,8 +381,6 @@ class SglangConfig(FrozenConfig):
     """The Python that has SGLang installed; None is `.venv-sglang` beside corral's own environment (`make sglang`)."""
     flags: dict[str, FlagValue] = {}
     """More flags of SGLang's server, by name without the dashes in front: {mem-fraction-static: 0.8}. true is a flag without a value, false leaves it out, a list is several values."""  # noqa: E501
-    probe_timeout_s: float = Field(default=60.0, gt=0.0)
-    """A server that says nothing for so long, and is not taking over weights, is taken for hung, and started again."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of a server that died or hung before its worker ends, which the supervisor then starts again; one that ran for `supervision.healthy_after_s` gets them all back."""  # noqa: E501
 

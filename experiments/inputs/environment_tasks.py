@@ -21,6 +21,8 @@ from corral.experiments.trial.leftovers import temporary_folder
 _PLUGINS = Path(__file__).parents[2] / "workers" / "environments" / "plugins"
 _START = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('corral_host', None, '__main__', True)"
 HELD_OUT = "evaluation.dataset"
+LOAD_TIMEOUT_S = 300.0
+"""How long an environment may take to be loaded, and at submission to list its tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +75,13 @@ def _run(config: EnvironmentConfig, settings: Mapping[str, Any], folder: Path) -
             cwd=folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=config.load_timeout_s,
+            timeout=LOAD_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise ValueError(
-            f"environment {config.id} has not listed its tasks within {config.load_timeout_s:g} s; "
-            "raise rollout.environment.load_timeout_s, or ask for fewer tasks"
+            f"environment {config.id} has not listed its tasks within {LOAD_TIMEOUT_S:g} s; "
+            "ask for fewer tasks by rollout.environment.num_tasks"
         ) from error
     except OSError:
         verifiers_version(python)  # which says it better

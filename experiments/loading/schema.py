@@ -11,10 +11,10 @@ import itertools
 import re
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from corral.experiments.errors import KeyPath
@@ -113,3 +113,51 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
                     found[name] = said
     return found
+
+
+def json_schema(experiments: Mapping[str, type[BaseModel]], *, filled_in: type[BaseModel]) -> dict[str, Any]:
+    """JSON Schema of experiment files, by which an editor completes and checks keys.
+
+    Args:
+        experiments: the class of each value of the file's `experiment`.
+        filled_in: the class whose defaults follow from where it stands, so that a file may leave out any of its keys.
+    """
+    definitions: dict[str, Any] = {}
+    branches: list[dict[str, Any]] = []
+    for name, model in experiments.items():
+        schema = model.model_json_schema()
+        definitions |= schema.pop("$defs", {})
+        definitions[model.__name__] = schema
+        kind = {"properties": {"experiment": {"const": name}}, "required": ["experiment"]}
+        branches.append({"if": kind, "then": {"$ref": f"#/$defs/{model.__name__}"}})
+        below = (submodel(field.annotation) or entries(field.annotation) for _, field in key_paths(model))
+        for one in dict.fromkeys([model, *filter(None, below)]):
+            _describe(definitions[one.__name__], one)
+    definitions[filled_in.__name__].pop("required", None)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "experiment of corral",
+        "type": "object",
+        "required": ["experiment"],
+        "properties": {"experiment": {"anyOf": [{"enum": list(experiments)}, {"type": "string", "pattern": ":"}]}},
+        "allOf": branches,
+        "$defs": definitions,
+    }
+
+
+def _describe(definition: dict[str, Any], model: type[BaseModel]) -> None:
+    """Each key with its purpose. A key that a rule of its own reads before the check may be text; so may its parts."""
+    definition["description"] = " ".join((model.__doc__ or "").split())
+    for name, field in model.model_fields.items():
+        key = definition["properties"][name]
+        if any(isinstance(rule, BeforeValidator) for rule in field.metadata):
+            kinds = key.pop("anyOf", None) or [{one: key.pop(one) for one in list(key) if one not in _OF_KEY}]
+            parts = [one for one in kinds if isinstance(one.get("additionalProperties"), dict)]
+            for one in parts:
+                one["additionalProperties"] = {"anyOf": [one["additionalProperties"], _TEXT]}
+            key["anyOf"] = kinds if _TEXT in kinds else [*kinds, _TEXT]
+        key["description"] = purpose(model, (name,)) + "."
+
+
+_TEXT = {"type": "string"}
+_OF_KEY = ("title", "default", "description")

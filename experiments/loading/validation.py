@@ -64,17 +64,66 @@ _WORDS_BY_KEY: Mapping[str, tuple[str, ...]] = {
     "max_new_tokens": ("max_completion_length", "max_response_length", "max_tokens"),
     "max_prompt_tokens": ("max_prompt_length",),
     "chat_template_kwargs": ("apply_chat_template_kwargs", "enable_thinking"),
-    "max_head_offpolicyness": ("max_staleness",),
     "rollout.reward": ("reward_fn",),
     "actor.path": ("model_path", "model_name_or_path"),
     "dtype": ("torch_dtype",),
     "recompute": ("gradient_checkpointing",),
     "total_train_epochs": ("num_train_epochs", "total_epochs"),
-    "save_every_steps": ("save_steps", "save_freq"),
-    "evaluation.every_steps": ("eval_steps", "test_freq"),
+    "save_every": ("save_steps", "save_freq"),
+    "evaluation.every": ("eval_steps", "test_freq"),
     "train_batch_size": ("batch_size",),
 }
 _KEY_BY_WORD = {word: key for key, words in _WORDS_BY_KEY.items() for word in words}
+
+OLD_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "control.commit_every_steps": ("commit_every: 50 steps", ""),
+        "control.commit_every_epochs": ("commit_every: 1 epoch", ""),
+        "control.commit_every_seconds": ("commit_every: 600 seconds", ""),
+        "control.save_every_steps": ("save_every: 50 steps", ""),
+        "control.save_every_epochs": ("save_every: 1 epoch", ""),
+        "control.save_every_seconds": ("save_every: 600 seconds", ""),
+        "control.max_nonfinite_steps": ("", "it is 3"),
+        "evaluation.every_steps": ("every: 20 steps", ""),
+        "evaluation.every_epochs": ("every: 1 epoch", ""),
+        "evaluation.every_seconds": ("every: 600 seconds", ""),
+        "evaluation.best.metric": ("best: accuracy", ""),
+        "evaluation.best.is_highest": ("", "the lowest value is the best of a number whose name ends in loss"),
+        "samples.prompts_per_step": ("samples_per_step: 8", ""),
+        "samples.max_size": ("", "the newest 512 MB are kept"),
+        "timeline.max_size": ("", "16 MB are kept of each worker"),
+        "optimizer.muon": ("", "the momentum is Nesterov's, of 0.95, with 5 Newton-Schulz steps, at the rate `lr`"),
+        "optimizer.decays_biases_and_norms": ("", "biases and norms do not decay"),
+        "n_seqs": ("", "a call takes the whole batch"),
+        "critic.value": ("value_eps_clip and value_norm, as keys of critic", "value_norm_decay is 0.99995"),
+        "dpo.desirable_weight": ("", "it is 1"),
+        "dpo.undesirable_weight": ("", "it is 1"),
+        "kl.horizon": ("", "it is 10,000 answers"),
+        "ppo.overlong_penalty": ("", "it is 1; ppo.reward_scale scales all of the reward"),
+        "rollout.schedule_policy": ("", "a request goes to the server with the fewest requests"),
+        "rollout.max_updating_share": ("", "all servers take over new weights as soon as they can"),
+        "rollout.first_token_timeout_s": ("token_timeout_s: 300", ""),
+        "environment.load_timeout_s": ("", "it is 300 s"),
+        "sglang.probe_timeout_s": ("", "it is 60 s"),
+        "launch.no_kill": ("", "SLURM requeues a job that has lost a node, which goes on from the last commit"),
+        "launch.exclude_failed_nodes": ("", "later attempts avoid the nodes that failed"),
+        "launch.sbatch_template": ("", "load modules and set variables before rl-submit: jobs inherit its environment"),
+        "cluster.threads_per_core": ("", "sinfo says it"),
+        "supervision.lease_ttl_s": ("", "it is 10 s"),
+    }
+)
+"""Keys that there were, by the ends of their paths -> what is written in their place, what holds instead."""
+
+
+def old_key(path: KeyPath, value: Any) -> tuple[str, str, str] | None:
+    """(key, what is written in its place, what holds instead) of a key that there was, at a path or just below it."""
+    below = [(*path, str(key)) for key in value] if isinstance(value, Mapping) else []
+    for end, (new, reason) in OLD_KEYS.items():
+        for there in (path, *below):
+            if f".{dotted(there)}".endswith(f".{end}"):
+                return dotted(there), new, reason
+    return None
+
 
 EXPERIMENT_BY_WORD: Mapping[str, str] = MappingProxyType(
     {
@@ -154,6 +203,11 @@ def _known_path(location: tuple[int | str, ...], model: type[BaseModel]) -> KeyP
 
 def _problem(details: ErrorDetails, path: KeyPath, model: type[BaseModel], source: ConfigSource) -> ConfigProblem:
     kind = details["type"]
+    if kind in ("extra_forbidden", "string_type") and (was := old_key(path, details["input"])) is not None:
+        key, new, reason = was
+        rule = f"{key} is no key any more{f': {reason}' if reason else ''}"
+        hint = f"write {new}" if new else f"remove {key.rpartition('.')[2]}"
+        return ConfigProblem(rule, hint, path=path, shown=show_value(details["input"]), place=source.place(path))
     if kind == "extra_forbidden":
         return _unknown_key(path, details["input"], model, source)
     if kind == "missing":

@@ -10,6 +10,8 @@ Times are durations of the worker's own, or of the service's clock: no two machi
 
 import msgspec
 
+LEASE_TTL_S = 10.0
+"""Time to live of a worker's record, which is refreshed three times in it."""
 MASTER = "master_worker/0"
 MANAGER = "gserver_manager/0"
 

@@ -74,8 +74,16 @@ def submit(
     ] = None,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Show the call of sbatch.")] = False,
     fileroot: Fileroot = None,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of experiment files, for editors, and do no more.")
+    ] = False,
 ) -> None:
     """Start a trial of an experiment, on SLURM or on this machine."""
+    if schema:
+        from corral.experiments.registry import schema_text
+
+        print(schema_text())
+        return
     from corral.launcher.trial.sweep import sweep
 
     leave_login_shell()  # what is tried here of the user's code takes CPU time, and may ask a model on this machine

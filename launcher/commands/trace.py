@@ -35,10 +35,13 @@ def trace(
     facts = find_in_time(files, trial, fileroot or default_fileroot())
     folder = facts.directory.timeline_path
     if not (there := files.run(lambda: steps_of(folder), folder)):
-        hint = "timeline.max_size says how much is kept; the first is there after the first train step"
+        hint = "the first part of it is there after the first train step"
         raise ConfigError.of("this trial has kept no timeline", hint=hint)
     chosen = chosen_steps(
-        steps or f"{max(0, max(there) - LATEST_STEPS + 1)}:", there, option="--steps", limit="timeline.max_size"
+        steps or f"{max(0, max(there) - LATEST_STEPS + 1)}:",
+        there,
+        option="--steps",
+        limit="the 16 MB of each worker",
     )
     spans = files.run(lambda: spans_of(folder, chosen), folder)
     if output is None:

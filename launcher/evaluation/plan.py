@@ -86,7 +86,7 @@ def choose(found: Mapping[int, Weights], wanted: str) -> list[Weights]:
     for part in wanted.split(","):
         if not part.strip().isdecimal() or int(part) not in found:
             have = ", ".join(map(str, found))
-            hint = f"there are {have}, and the words latest, best and all; control.save_every_steps keeps more of them"
+            hint = f"there are {have}, and the words latest, best and all; control.save_every keeps more of them"
             raise ConfigError.of(f"there are no weights of step {part.strip()!r}", hint=hint)
         chosen.append(found[int(part)])
     return chosen
@@ -174,7 +174,7 @@ def write_request(directory: TrialDirectory, request: EvaluationRequest) -> Path
         try:
             link_files(directory.inside(request.source), request.weights)
         except FileNotFoundError:
-            hint = "ask for latest; control.keep_commits and control.save_every_steps keep weights for longer"
+            hint = "ask for latest; control.keep_commits and control.save_every keep weights for longer"
             raise ConfigError.of(f"the trial has just removed {request.source}", hint=hint) from None
     path = request_path(request.result)
     atomic_write(path, request.model_dump_json(indent=1).encode())

@@ -49,7 +49,6 @@ _TEXT_BY_EVENT = {
     "supervisor_started": "attempt {attempt} begins",
     TASK_ENDED: "{who}: {why}",
     "worker_silent": "{worker} is silent",
-    "worker_moved": "{worker} moves to {node}: {cause}",
     "unit_restarting": "{unit} is started again: {cause}",
     "unit_given_up": "{unit} is given up: {cause}",
     "node_failed": "node {node} has failed",

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.cluster.jobs import JobPhase
-from corral.launcher.layout.layout import PlacedTrial, RunningAllocation, RunningAllocations, Step
+from corral.launcher.layout.layout import PlacedTrial, RunningAllocation, RunningAllocations
 from corral.launcher.runners.containers import ContainedCommand, contain
 from corral.launcher.runners.guard import guarded
 from corral.launcher.runners.runner import AllocationLostError, NodesNotAvailableError, start_process
@@ -154,7 +154,6 @@ class SrunRunner:
     why_away: Callable[[int], str] = lambda allocation: "its job does not run"
     """The job of an allocation that does not run, and its reason, for an error's text."""
     _signals: StepSignals = field(init=False)
-    _moved: dict[str, Step] = field(default_factory=dict)
     _address_by_host: dict[str, str] = field(default_factory=dict)
     _tasks: dict[str, SrunTask] = field(default_factory=dict)
 
@@ -191,7 +190,7 @@ class SrunRunner:
         Raises:
             NodesNotAvailableError: if its nodes are not there at the moment.
         """
-        step = self._moved.get(worker) or self.trial.layout.steps[worker]
+        step = self.trial.layout.steps[worker]
         allocation = self.trial.layout.allocations[step.allocation]
         running = self.allocations().get(step.allocation)
         if running is None:
@@ -204,7 +203,7 @@ class SrunRunner:
             )
         sliced = [
             other.cpus
-            for other in {**self.trial.layout.steps, **self._moved}.values()
+            for other in self.trial.layout.steps.values()
             if (other.allocation, other.node_index, other.gpu_binding) == (step.allocation, step.node_index, "slice")
         ]
         return StepPlace(
@@ -213,9 +212,6 @@ class SrunRunner:
             node_gpus=allocation.gpus_per_node,
             sliced_cpus=sum(sliced),
         )
-
-    def move(self, worker: str, step: Step) -> None:
-        self._moved[worker] = step
 
     def bind_address(self, worker: str) -> str:
         asked = self.trial.plan.cluster.bind_address

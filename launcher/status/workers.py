@@ -9,7 +9,7 @@ lease, not in setup --> UP                          rl-stop --group --> KEPT DOW
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corral.experiments.trial.worker_record import MASTER, WeightUpdate, WorkerRecord
+from corral.experiments.trial.worker_record import LEASE_TTL_S, MASTER, WeightUpdate, WorkerRecord
 from corral.launcher.status.evidence import Evidence, ExtraJob
 from corral.launcher.status.words import TROUBLED, WorkerState
 from corral.launcher.terminal import first_few, format_duration
@@ -164,7 +164,7 @@ def _worker_state(
     if record is None and worker.partition("/")[0] in evidence.groups_kept_down:
         return WorkerState.KEPT_DOWN
     if memory is not None:
-        patience_s = _SILENT_TTLS * evidence.facts.lease_ttl_s if memory.is_setting_up else _SILENT_S
+        patience_s = _SILENT_TTLS * LEASE_TTL_S if memory.is_setting_up else _SILENT_S
         if last_seen_s is not None and last_seen_s > patience_s:
             return WorkerState.AWAY if record is None and _are_nodes_gone(evidence, worker) else WorkerState.SILENT
         if memory.is_setting_up or record is None:

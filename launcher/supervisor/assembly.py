@@ -24,7 +24,6 @@ from corral.launcher.slurm.step import own_job
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.continuation import Continuation
 from corral.launcher.supervisor.keeper import fail
-from corral.launcher.supervisor.node_loss import NodeLoss
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import EXIT_BROKEN, SupervisorExit
 from corral.launcher.supervisor.supervisor import Supervisor
@@ -93,7 +92,7 @@ def make_supervisor(
         attempt=attempt,
         own=own.allocations,
         record=recorder.event,
-        exclude_nodes=directory.failed_nodes() if plan.launch.exclude_failed_nodes else (),
+        exclude_nodes=directory.failed_nodes(),
     )
     runner = cluster.make_runner(trial, allocations=extra_jobs.allocations, why_away=extra_jobs.why_away)
     runner.wait_for_cluster(own.host)
@@ -109,10 +108,6 @@ def make_supervisor(
             own=own,
             record=recorder.event,
         ),
-        # An allocation that outlives its nodes.
-        node_loss=NodeLoss(cluster=cluster, layout=layout, head=own.allocations[0], runner=runner)
-        if plan.launch.no_kill
-        else None,
     )
 
 

@@ -63,7 +63,7 @@ class Continuation:
         if self.successor:
             return ""
         trial, after = self.trial, self.own.job_id
-        excluded = trial.directory.failed_nodes() if trial.plan.launch.exclude_failed_nodes else []
+        excluded = trial.directory.failed_nodes()
         submit = partial(self.cluster.submit_successor, trial, after=after, exclude_nodes=excluded)
         try:
             # One look: the cluster may be about to kill us.

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from signal import Signals
 
@@ -30,8 +30,7 @@ from corral.launcher.files.patience import wait_until
 from corral.launcher.supervisor.attempt_end import EndShell
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.continuation import Continuation
-from corral.launcher.supervisor.node_loss import NodeLoss
-from corral.launcher.supervisor.recorder import note_failed_node, write_page
+from corral.launcher.supervisor.recorder import write_page
 from corral.launcher.supervisor.signs_of_life import ProgressMark, SupervisorExit
 from corral.launcher.supervisor.silence import REDIS_SILENCE_S, LeaseWatch, Silence
 from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
@@ -71,7 +70,6 @@ class Supervisor:
     tasks: AttemptTasks
     extra_jobs: ExtraJobs | None = None
     continuation: Continuation | None = None
-    node_loss: NodeLoss | None = None
     signals: Sequence[Signals] = ()
     """Came too early for the supervisor before this one."""
 
@@ -132,7 +130,7 @@ class Supervisor:
             return end
 
     def _step(self) -> None:
-        exits, signals = self._after_node_loss(self.tasks.collect()), self._wake.take_signals()
+        exits, signals = self.tasks.collect(), self._wake.take_signals()
         if (exits or signals) and not (self._exits or self._signals):
             self._judge_by = self._look_deadline()
         self._exits += exits
@@ -181,30 +179,6 @@ class Supervisor:
             self._silence.redis_started(time.monotonic())
             self._record("redis_frozen", worker=REDIS_UNIT, pid=self.tasks.redis.pid)
             self._apply(self._unit_machine.silent(REDIS_UNIT, REDIS_SILENCE_S))
-
-    def _after_node_loss(self, exits: Sequence[TaskExit]) -> Sequence[TaskExit]:
-        """If the allocation outlives its nodes: moves what ran on a lost one, and says whose exit that explains."""
-        if self.node_loss is None or not exits:
-            return exits
-        for node in self.node_loss.look():
-            note_failed_node(self.directory, node, self._record)
-            self._relocate(node)
-        return [
-            replace(one, kind=ExitKind.NODE_LOST) if self.node_loss.explains_end(one.task) else one for one in exits
-        ]
-
-    def _relocate(self, node: str) -> None:
-        assert self.node_loss is not None
-        cause = f"node {node} failed"
-        relocation = self.node_loss.relocate()
-        for worker, step in relocation.moves.items():
-            self._record("worker_moved", worker=worker, cause=cause, node=self.node_loss.host_of(step))
-        if relocation.why_over:
-            self._leave_nodes(cause, f"{cause}, and {relocation.why_over}")
-            return
-        for worker in relocation.without_room:
-            self._unit_machine.give_up(worker)
-            self._record("unit_given_up", unit=worker, cause=f"{cause}, and no other has room for it")
 
     def _leave_lost_allocation(self) -> None:
         cause, self.tasks.lost_allocation = self.tasks.lost_allocation, ""
@@ -277,8 +251,6 @@ class Supervisor:
                     elif unit.partition("/")[0] != TRACKER:  # trackers have no record in Redis
                         for task in self._tasks_by_unit[unit]:
                             self._silence.started(task)
-                            if self.node_loss is not None:
-                                self.node_loss.started(task)
                 case SignalTask(task, kill):
                     signals[kill].append(task)
                 case UnitNews(event, unit, cause, fields):

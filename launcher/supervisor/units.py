@@ -279,10 +279,6 @@ class UnitMachine:
             return []
         return self._expect_end(unit, "its group is kept down", now, kill=False)
 
-    def give_up(self, name: str) -> None:
-        """There is no room for the unit any more: it is not started again, and the trial goes on without it."""
-        self._units[name].is_given_up = True
-
     def stop_requested(self, *, reason: str, grace_s: float, immediately: bool, now: float) -> list[Action]:
         """Someone asks for the end; the master checkpoints within `grace_s`, unless it is to be `immediately`."""
         if self.phase not in (TrialPhase.RUNNING, TrialPhase.STOPPING):

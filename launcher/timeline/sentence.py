@@ -238,12 +238,12 @@ RULES: Sequence[tuple[Sequence[str], str, Sequence[Callable[[Figures], Reason | 
     (
         ("copy", "commit"),
         "commits",
-        (_always("training stands still for them", "raise control.commit_every_steps"),),
+        (_always("training stands still for them", "raise control.commit_every"),),
     ),
     (
         ("evaluate",),
         "evaluations",
-        (_always("training stands still for them", "raise evaluation.every_steps"),),
+        (_always("training stands still for them", "raise evaluation.every"),),
     ),
 )
 

@@ -26,7 +26,6 @@ class ExitKind(StrEnum):
 
     OWN = "own"
     """It did so by itself; its return code says how."""
-    NODE_LOST = "node_lost"
     SLURM_AWAY = "slurm_away"
     """SLURM's controller did not answer when the task was to be started."""
     FILES_AWAY = "files_away"
@@ -38,14 +37,12 @@ class ExitKind(StrEnum):
 
 
 _MEANING_BY_KIND = {
-    ExitKind.NODE_LOST: "lost its node",
     ExitKind.SLURM_AWAY: "could not be started: SLURM did not answer",
     ExitKind.FILES_AWAY: "could not be started: the file system refused",
     ExitKind.JOB_GONE: "could not be started: its job has ended",
     ExitKind.NOTICED: "ended by SLURM's notice of the job's end (SIGTERM), which came before it could listen",
 }
 _CAUSE_BY_KIND = {
-    ExitKind.NODE_LOST: "its node was lost",
     ExitKind.JOB_GONE: "its job has ended",
     ExitKind.NOTICED: "SLURM ends its job",
 }

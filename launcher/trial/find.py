@@ -38,7 +38,6 @@ class TrialFacts:
     mode: str
     total_steps: int | None
     workers: tuple[str, ...]
-    lease_ttl_s: float
     setup_timeout_s: float
     stop_grace_s: float
     healthy_after_s: float
@@ -136,7 +135,6 @@ def load_facts(directory: TrialDirectory) -> TrialFacts | None:
             mode=plan["mode"],
             total_steps=next((worker["total_steps"] for worker in plan["workers"] if "total_steps" in worker), None),
             workers=tuple(planned_workers(plan["workers"])),
-            lease_ttl_s=float(plan["supervision"]["lease_ttl_s"]),
             setup_timeout_s=float(plan["supervision"]["setup_timeout_s"]),
             stop_grace_s=float(plan["supervision"]["stop_grace_s"]),
             healthy_after_s=float(plan["supervision"]["healthy_after_s"]),

@@ -56,7 +56,7 @@ class DamagedTrials:
             make_material(folder),
             num_rows=56,
             pause_s=0.1,
-            overrides={"evaluation.every_steps": 1000, "supervision.max_restarts": 5},
+            overrides={"evaluation.every": "1000 steps", "supervision.max_restarts": 5},
         )
         try:
             trial.wait_for_steps(4)

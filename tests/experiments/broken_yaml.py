@@ -49,7 +49,7 @@ dataset:
   max_prompt_tokens: 16
 train_batch_size: 8
 evaluation:
-  every_steps: 2
+  every: 2 steps
   sampling: {max_new_tokens: 8}
   dataset:
     path: heldout.jsonl
@@ -381,7 +381,7 @@ CONTRADICTION_CASES = (
     ),
     BrokenCase(
         name="best-by-a-number-that-is-none",
-        edit=("evaluation:\n", "evaluation:\n  best: {metric: acuracy}\n"),
+        edit=("evaluation:\n", "evaluation:\n  best: acuracy\n"),
         words=("an evaluation has no number 'acuracy'", "did you mean 'accuracy'"),
         line=21,
     ),

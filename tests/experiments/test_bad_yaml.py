@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.errors import ConfigError
+from corral.experiments.loading.validation import OLD_KEYS
 from corral.experiments.loading.yaml_loader import MAX_FILE_BYTES, parse_yaml
 from corral.experiments.registry import load_experiment
 from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, VALID_SFT, BrokenCase, write_inputs
@@ -31,15 +32,30 @@ def test_broken_experiment_is_refused_with_key_line_and_remedy(case: BrokenCase,
     missing = [word for word in case.words if word.lower() not in text.lower()]
     assert not missing, f"{missing} not in:\n{text}"
     assert error.exit_code == 2
+    assert all(problem.hint for problem in error.problems)
     assert all(line.startswith(("error: ", "  ")) for line in text.splitlines())
     assert len(text.splitlines()) <= 24, f"does not fit on one screen:\n{text}"
     if case.line is not None:
         assert any(f"experiment.yaml:{case.line} " in f"{line} " for line in text.splitlines()), text
 
 
-@pytest.mark.parametrize("case", BROKEN_CASES, ids=lambda case: case.name)
-def test_every_problem_has_a_hint(case: BrokenCase, tmp_path: Path) -> None:
-    assert all(problem.hint for problem in _error_of(case, tmp_path).problems)
+def test_an_old_key_is_refused_with_the_new_key_or_the_reason(tmp_path: Path) -> None:
+    places = {
+        "optimizer": "actor.optimizer",
+        "kl": "ppo.kl",
+        "environment": "rollout.environment",
+        "n_seqs": "actor.n_seqs",
+    }
+    write_inputs(tmp_path)
+    (tmp_path / "experiment.yaml").write_text(VALID_PPO)
+    for key, (new, reason) in OLD_KEYS.items():
+        first, dot, rest = key.partition(".")
+        place = f"{places.get(first, first)}{dot}{rest}"
+        kind = ["experiment=dpo"] if first == "dpo" else []
+        with pytest.raises(ConfigError) as refused:
+            load_experiment(tmp_path / "experiment.yaml", [*kind, f"{place}=1"])
+        (problem,) = [one for one in refused.value.problems if "no key any more" in one.message]
+        assert place in problem.message and reason in problem.message and new in problem.hint, key
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,19 @@ def test_values_of_the_file_arrive(folder: Path) -> None:
     assert experiment.ref is None
 
 
+def test_max_staleness_is_another_name_of_max_head_offpolicyness(folder: Path) -> None:
+    text = VALID_PPO.replace("max_head_offpolicyness: 1", "max_staleness: 3")
+    (folder / "ppo.yaml").write_text(text)
+    assert _ppo(folder).max_head_offpolicyness == 3
+    line = text.splitlines().index("  max_staleness: 3") + 1
+    (folder / "ppo.yaml").write_text(text.replace("max_staleness: 3", "max_staleness: -3"))
+    with pytest.raises(ConfigError, match=rf"ppo.yaml:{line}  rollout.max_head_offpolicyness: -3"):
+        _ppo(folder)
+    (folder / "ppo.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="max_staleness and max_head_offpolicyness are one key"):
+        _ppo(folder, "rollout.max_head_offpolicyness=2")
+
+
 def test_overrides_win_and_the_last_one_most(folder: Path) -> None:
     experiment = _ppo(folder, "actor.optimizer.lr=1e-5", "seed=8", "seed=9", "rollout.sampling.top_p=0.5")
     assert (experiment.actor.optimizer.lr, experiment.seed, experiment.rollout.sampling.top_p) == (1e-5, 9, 0.5)

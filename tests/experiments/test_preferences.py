@@ -153,12 +153,12 @@ def test_a_reference_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 
 def test_how_often_is_said_in_steps_epochs_or_seconds_and_commits_are_never_left_out(tmp_path: Path) -> None:
-    overrides = ("evaluation.every_steps=null", "evaluation.every_epochs=2", "control.save_every_seconds=60")
+    overrides = ("evaluation.every=2 epochs", "control.save_every=60 seconds")
     master = plan_of(load(tmp_path, DPO, *overrides), tmp_path).master
     assert master.evaluate_every == Frequency(passes=2)
     assert master.control.save_frequency == Frequency(seconds=60.0)
-    with pytest.raises(ConfigError, match="commit_every_steps is null, and so a failure would cost the whole run"):
-        load(tmp_path, DPO, "control.commit_every_steps=null")
+    with pytest.raises(ConfigError, match="control.commit_every must be text, got null"):
+        load(tmp_path, DPO, "control.commit_every=null")
 
 
 def test_nobody_answers_problems_in_a_trial_on_preferences(tmp_path: Path) -> None:

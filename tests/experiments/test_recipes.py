@@ -3,8 +3,10 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks import quantized_makers
 from benchmarks.run_recipes import (
@@ -27,9 +29,9 @@ from benchmarks.run_recipes import (
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.experiment import Experiment
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
-from corral.experiments.registry import EXPERIMENTS, load_experiment
+from corral.experiments.registry import EXPERIMENTS, load_experiment, schema_text
 from corral.scheduling.placement import NodeShape, place
-from tests.configuration_reference import configuration_reference
+from tests.configuration_reference import SHIPPED, configuration_reference
 from tests.environments import give_tokenizer, needs_environments
 from tests.experiments.broken_yaml import rows, write_inputs
 
@@ -38,6 +40,7 @@ _EACH = [
     pytest.param(recipe, id=recipe.name, marks=[needs_environments] if "environment" in recipe.name else [])
     for recipe in _RECIPES
 ]
+_SCHEMA = Path(__file__).parents[2] / "experiments" / "recipes" / "experiment.schema.json"
 _REFERENCE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
@@ -167,3 +170,31 @@ def test_the_table_of_makers_is_of_trials_that_came_to_their_end(tmp_path: Path)
 def test_configuration_reference_is_up_to_date() -> None:
     hint = "run: python -m tests.configuration_reference --write docs/configuration.md"
     assert _REFERENCE.read_text(encoding="utf-8") == configuration_reference(), hint
+
+
+def test_the_schema_that_ships_is_printed_by_rl_submit_and_knows_every_key_of_the_shipped_files() -> None:
+    schema = json.loads(schema_text())
+    hint = "run: rl-submit --schema > experiments/recipes/experiment.schema.json"
+    assert json.loads(_SCHEMA.read_text(encoding="utf-8")) == schema, hint
+    for file in SHIPPED:
+        assert file.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema="), file
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        definition = schema["$defs"][EXPERIMENTS[data["experiment"]].__name__]
+        assert unknown_keys(data, definition, schema["$defs"]) == [], file
+    actor = schema["$defs"]["ActorModelConfig"]
+    assert unknown_keys({"path": "x", "learning_rate": 1.0}, actor, schema["$defs"]) == ["learning_rate"]
+    assert schema["$defs"]["RolloutConfig"]["properties"].keys() >= {"max_staleness", "max_head_offpolicyness"}
+
+
+def unknown_keys(data: dict[str, Any], definition: dict[str, Any], definitions: dict[str, Any]) -> list[str]:
+    """Keys of a mapping, and of mappings in it, that its definition does not let through."""
+    found = []
+    for key, value in data.items():
+        below = definition["properties"].get(key)
+        if below is None:
+            found.append(key)
+        kinds = [] if below is None else below.get("anyOf", [below])
+        refs = [definitions[kind["$ref"].rpartition("/")[2]] for kind in kinds if "$ref" in kind]
+        if isinstance(value, dict) and refs:
+            found += unknown_keys(value, refs[0], definitions)
+    return found

@@ -23,8 +23,8 @@ def make_parameters(device: str) -> list[nn.Parameter]:
 def make_optimizer(parameters: list[nn.Parameter]) -> AdamWAndMuon:
     """Muon for the last parameter, AdamW for the others."""
     groups: list[dict[str, Any]] = [
-        {"params": parameters[:4], "weight_decay": 0.1, "num_matrices": 0, "lr_ratio": 1.0},
-        {"params": parameters[4:], "weight_decay": 0.1, "num_matrices": 1, "lr_ratio": 1.0},
+        {"params": parameters[:4], "weight_decay": 0.1, "num_matrices": 0},
+        {"params": parameters[4:], "weight_decay": 0.1, "num_matrices": 1},
     ]
     return AdamWAndMuon(groups, OptimizerConfig(), compute_dtype=torch.float32)
 

@@ -37,7 +37,7 @@ critic:
   path: critic
   max_tokens_per_micro_batch: 48
   optimizer: {lr: 4.0e-3, weight_decay: 0.05, gradient_clipping: 2.0, warmup_steps_proportion: 0.0}
-  value: {value_eps_clip: 0.1, value_norm: exponential, value_norm_decay: 0.7}
+  value_eps_clip: 0.1
 ref: {path: ref, ema: 0.2}
 reward_model: {path: reward}
 ppo:
@@ -50,7 +50,7 @@ ppo:
   eps_clip: 0.02
   c_clip: 1.03
   behav_imp_weight_cap: 1.5
-  kl: {coef: 0.1, place: reward, target: 2.0, horizon: 60.0}
+  kl: {coef: 0.1, place: reward, target: 2.0}
   reward_scale: 0.5
   reward_bias: 0.2
   max_reward_clip: 1.0
@@ -59,7 +59,7 @@ rollout:
   sampling: {max_new_tokens: 8}
 dataset: {path: train.jsonl, max_prompt_tokens: 16}
 train_batch_size: 4
-control: {total_train_epochs: 1, commit_every_steps: 1, max_nonfinite_steps: 2}
+control: {total_train_epochs: 1, commit_every: 1 step}
 groups:
   model_worker: {scheduling: {cpu: 1, gpu: 0, mem: 1G}}
   generation_server: {scheduling: {cpu: 1, gpu: 0, mem: 1G}}

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.config.model import OptimizerConfig
+from corral.workers.algorithms import ppo_batch, ppo_critic
 from tests.integration.four_roles import Answer, Group
 
 
@@ -50,7 +51,7 @@ class PPOLoop:
 
     def __init__(self, experiment: AsyncPPOExperiment) -> None:
         assert experiment.critic and experiment.ref and experiment.reward_model
-        self._ppo, self._value = experiment.ppo, experiment.critic.value
+        self._ppo, self._value = experiment.ppo, experiment.critic.values
         self._seed, self._ema = experiment.seed, experiment.ref.ema
         self._actor: Any = _load(AutoModelForCausalLM, experiment.actor.path)
         self._ref: Any = _load(AutoModelForCausalLM, experiment.ref.path)
@@ -189,7 +190,7 @@ class PPOLoop:
         return mean, math.sqrt(max(squares / weight - mean**2, 0.01))
 
     def _see_returns(self, returns: Sequence[float]) -> None:
-        decay, count = self._value.value_norm_decay, len(returns)
+        decay, count = ppo_critic.VALUE_NORM_DECAY, len(returns)
         sums = sum(returns) / count, sum(value**2 for value in returns) / count, 1.0
         self.moments = [decay * old + (1.0 - decay) * new for old, new in zip(self.moments, sums, strict=True)]
 
@@ -205,7 +206,7 @@ class PPOLoop:
             return
         per_answer = [sum(one.answer.old_logprobs) - float(one.ref.sum()) for one in judged]
         error = min(max(sum(per_answer) / len(judged) / config.target - 1.0, -0.2), 0.2)
-        self.kl_coefficient *= 1.0 + error * len(judged) / config.horizon
+        self.kl_coefficient *= 1.0 + error * len(judged) / ppo_batch.KL_HORIZON
 
 
 class _Optimizer:

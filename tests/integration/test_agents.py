@@ -21,7 +21,7 @@ def test_a_trial_trains_on_episodes_of_several_turns(start_trial: Callable[..., 
         overrides={
             "rollout.agent": "talking_agents:two_turns",
             "rollout.agent_processes": 1,
-            "evaluation.every_steps": 1000,
+            "evaluation.every": "1000 steps",
         },
     )
     trial.wait_for_end()

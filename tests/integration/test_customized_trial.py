@@ -52,7 +52,7 @@ def test_everything_of_ones_own_takes_part_in_a_trial(
             "ref.path": material.model,
             "reward_model.path": material.model,
             "rollout.sampling.stop": json.dumps(list("0123456789")),
-            "control.commit_every_steps": 4,
+            "control.commit_every": "4 steps",
         },
     )
     trial.wait_for_steps(1)

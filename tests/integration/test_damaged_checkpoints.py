@@ -18,7 +18,7 @@ from tests.integration.trial_helpers import Trial
 
 @pytest.mark.slow  # test_committed_ledger.py and test_log.py fall back; `make damage` has whole trials do it
 def test_a_trial_falls_back_past_a_damaged_checkpoint_and_goes_on(start_trial: Callable[..., Trial]) -> None:
-    trial = start_trial(num_rows=64, pause_s=0.1, overrides={"evaluation.every_steps": 1000})
+    trial = start_trial(num_rows=64, pause_s=0.1, overrides={"evaluation.every": "1000 steps"})
 
     # While it runs: only the master is started again, so everyone else has seen the commit that is rejected.
     trial.wait_for_steps(3)

@@ -22,7 +22,7 @@ def test_a_trial_goes_on_past_a_flipped_byte_in_what_it_has_published(start_tria
         num_rows=96,
         pause_s=0.05,
         runs_on=True,
-        overrides={"evaluation.every_steps": 1000, "weights.transport": "disk", "control.commit_every_steps": 1},
+        overrides={"evaluation.every": "1000 steps", "weights.transport": "disk", "control.commit_every": "1 step"},
     )
     trial.wait_for_steps(2)
     damaged = flip_until_refused(trial)

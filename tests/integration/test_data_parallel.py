@@ -39,7 +39,7 @@ def test_any_number_of_makers_feeds_any_number_of_trainers(
             "allocation": f"hf:d{makers}+fsdp:d{trainers}",
             "groups.rollout_worker.count": makers,
             "train_batch_size": 6,
-            "evaluation.every_steps": 1000,
+            "evaluation.every": "1000 steps",
         },
     )
     trial.wait_for_end()
@@ -58,8 +58,8 @@ def test_a_gang_that_loses_one_rank_starts_again_as_a_whole(start_trial: Callabl
         overrides={
             "allocation": "hf:d2+fsdp:d2",
             "groups.rollout_worker.count": 2,
-            "control.commit_every_steps": 2,
-            "evaluation.every_steps": 1000,
+            "control.commit_every": "2 steps",
+            "evaluation.every": "1000 steps",
             "weights.update_mode": "abort",  # what comes back is asked for again, perhaps from the other server
             "rollout.sampling.max_new_tokens": 48,
             # So the trainer waits for answers more than for rewards, and updates find some under way.

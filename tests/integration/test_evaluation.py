@@ -37,7 +37,7 @@ def test_an_evaluation_is_whole_whoever_is_killed_meanwhile(
     trial = start_trial(
         num_rows=8,
         pause_s=0.1,
-        overrides={"evaluation.every_steps": 1, **sampled(material)},
+        overrides={"evaluation.every": "1 step", **sampled(material)},
     )
     trial.hold_rewards()
     for victim in ("rollout_worker/0", "gserver_manager/0", "master_worker/0"):

@@ -53,7 +53,7 @@ def test_a_trial_goes_on_past_loads_that_fail_and_every_token_is_that_of_its_tag
         pause_s=0.05,
         overrides={
             "allocation": "sglang:d2+fsdp:d1",
-            "evaluation.every_steps": 1000,
+            "evaluation.every": "1000 steps",
             "supervision.setup_timeout_s": START_S,
             "sglang.python": unruly_sglang(tmp_path),
             "rollout.agent": "recording_agents:single_turn",

@@ -19,7 +19,7 @@ def test_the_alarm_lasts_as_long_as_the_numbers_are_foreign(start_trial: Callabl
     trial = start_trial(
         num_rows=400,
         pause_s=0.02,
-        overrides={"evaluation.every_steps": 1000, "train_batch_size": 16},
+        overrides={"evaluation.every": "1000 steps", "train_batch_size": 16},
         environment={"CORRAL_TEST_FOREIGN": str(foreign), "PYTHONPATH": str(FOREIGN_ARITHMETIC)},
     )
     trial.wait_for_steps(2)

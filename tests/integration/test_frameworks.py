@@ -192,7 +192,7 @@ def taught(folder: Path, material: Material, rows: Sequence[Mapping[str, Any]]) 
         "dataset.max_prompt_tokens": 8192,
         "evaluation": "null",
         "train_batch_size": 4,
-        "control.commit_every_steps": 40,
+        "control.commit_every": "40 steps",
     }
     trial = submit("sft", folder / "sft", material, num_rows=8, overrides=settings)
     try:

@@ -19,7 +19,7 @@ def test_a_process_of_any_kind_that_freezes_is_replaced_and_the_trial_completes(
         num_rows=120,
         num_passes=2,
         pause_s=0.1,
-        overrides={"train_batch_size": 6, "supervision.silence_timeout_s": 8, "evaluation.every_steps": 1000},
+        overrides={"train_batch_size": 6, "supervision.silence_timeout_s": 8, "evaluation.every": "1000 steps"},
     )
     trial.wait_for_steps(1)
     for worker in WORKERS:

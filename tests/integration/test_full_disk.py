@@ -40,7 +40,7 @@ def test_a_trial_on_a_full_disk_says_so_and_goes_on_when_there_is_room(small_dis
         material,
         num_rows=96,
         pause_s=0.1,
-        overrides={"supervision.max_restarts": MAX_RESTARTS, "evaluation.every_steps": 1000},
+        overrides={"supervision.max_restarts": MAX_RESTARTS, "evaluation.every": "1000 steps"},
     )
     try:
         fill_and_empty(trial, small_disk / "filler")

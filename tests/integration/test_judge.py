@@ -49,7 +49,7 @@ def test_a_judge_of_the_trial_is_asked_by_its_rewards_and_comes_back_when_it_is_
         pause_s=0.1,
         overrides={
             "allocation": "hf:d2+fsdp:d1",
-            "evaluation.every_steps": 1000,
+            "evaluation.every": "1000 steps",
             "rollout.judge.path": saying("7", material.model, tmp_path / "judge"),
             "rollout.reward": " ".join(JUDGE.split()),
         },

@@ -38,7 +38,7 @@ NUM_STEPS = 52
 LONG: dict[str, Any] = {"num_rows": 156, "num_passes": 2, "pause_s": 0.1}
 SETTINGS: dict[str, object] = {
     "train_batch_size": 6,
-    "evaluation.every_steps": 1000,
+    "evaluation.every": "1000 steps",
     "actor.offload": "optimizer",  # what is gone on from lies in host memory
 }
 

@@ -50,8 +50,8 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
         pause_s=0.1,
         overrides={
             "rollout.max_head_offpolicyness": eta,
-            "control.commit_every_steps": commit_every_steps,
-            "evaluation.every_steps": 5,
+            "control.commit_every": f"{commit_every_steps} steps",
+            "evaluation.every": "5 steps",
             "evaluation.batch_size": 3,
             "evaluation.more.twice": material.held_out,
             "weights.transport": transport,

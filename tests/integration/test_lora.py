@@ -34,8 +34,8 @@ def test_adapters_are_started_from_trained_served_and_resumed_from_and_the_base_
             "actor.lora": f"{{rank: {RANK}, alpha: {ALPHA}, adapter: {started_from}}}",
             "actor.optimizer.lr": 1e-2,
             "weights.transport": "lora",
-            "control.commit_every_steps": 2,
-            "evaluation.every_steps": 1000,
+            "control.commit_every": "2 steps",
+            "evaluation.every": "1000 steps",
             "weights.update_mode": "in_place",
         },
     )

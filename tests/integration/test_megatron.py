@@ -21,8 +21,8 @@ def test_a_trial_on_megatron_survives_the_kill_of_a_rank(start_trial: Callable[.
         pause_s=0.1,
         overrides={
             "allocation": "hf:d1+megatron:t2",
-            "control.commit_every_steps": 2,
-            "evaluation.every_steps": 1000,
+            "control.commit_every": "2 steps",
+            "evaluation.every": "1000 steps",
         },
     )
     trial.wait_for_steps(3)
@@ -51,8 +51,8 @@ def test_adapters_are_trained_by_megatron_served_and_resumed_from(
             "actor.lora": f"{{rank: {RANK}, alpha: {ALPHA}, adapter: {write_adapter(tmp_path / 'adapter', base)}}}",
             "actor.optimizer.lr": 1e-2,
             "weights.transport": "lora",
-            "control.commit_every_steps": 2,
-            "evaluation.every_steps": 1000,
+            "control.commit_every": "2 steps",
+            "evaluation.every": "1000 steps",
         },
     )
     trial.wait_for_steps(3)

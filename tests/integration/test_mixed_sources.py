@@ -68,7 +68,7 @@ def begin(
         overrides={
             "dataset.path": "null",
             "dataset.sources": sources,
-            "evaluation.every_steps": 1000,
+            "evaluation.every": "1000 steps",
             "rollout.reward": json.dumps(PARTS),
             "rollout.drop_uniform_groups": "true",
             "rollout.max_head_offpolicyness": 0,
@@ -149,7 +149,7 @@ def test_a_sampler_draws_over_kills_and_a_resume_what_it_would_have_drawn(
     (tmp_path / "my_prompts.py").write_text(USERS_FILE[1])
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    settings: dict[str, object] = {"dataset.sampler": "my_prompts:weigh", "control.commit_every_steps": 2}
+    settings: dict[str, object] = {"dataset.sampler": "my_prompts:weigh", "control.commit_every": "2 steps"}
     trial = begin(start_trial, tmp_path, passes=5, **settings)
     trained = outlive(trial, after_steps=Random().randint(1, 4), kills_all=True)
     prompts, rewards = prompts_of(trial)

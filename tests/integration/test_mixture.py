@@ -63,7 +63,7 @@ def test_a_mixture_is_trained_by_the_experts_that_made_its_answers(
         overrides={
             "allocation": allocation,
             "actor.path": tmp_path / "mixture",
-            "evaluation.every_steps": 1000,
+            "evaluation.every": "1000 steps",
         },
     )
     trial.wait_for_steps(1, timeout_s=_START_S)

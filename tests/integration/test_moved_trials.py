@@ -81,12 +81,12 @@ def test_a_trial_whose_processes_are_killed_trains_as_one_that_nothing_happened_
 
 def rows_and_settings(recipe: str, settings: Mapping[str, object], num_steps: int | None = None) -> dict[str, Any]:
     settings = {
-        "control.commit_every_steps": 3,
+        "control.commit_every": "3 steps",
         # What answers are made of depends on nothing but the step only at eta 0.
         **({"rollout.max_head_offpolicyness": 0} if recipe == "grpo" else {}),
         # Each data-parallel rank cuts its own answers into mini-batches.
         **({"ppo.n_minibatches": 1} if recipe in WITH_REWARDS else {}),
-        **({"evaluation": "null"} if recipe in WITH_REWARDS else {"evaluation.every_steps": 1}),
+        **({"evaluation": "null"} if recipe in WITH_REWARDS else {"evaluation.every": "1 step"}),
         **settings,
     }
     num_passes = 1 if recipe in WITH_REWARDS else 6

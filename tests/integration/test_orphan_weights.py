@@ -32,8 +32,8 @@ def test_versions_that_no_commit_covers_are_never_trained_on(start_trial: Callab
         pause_s=0.02,
         runs_on=True,
         overrides={
-            "control.commit_every_steps": 1,
-            "evaluation.every_steps": 1000,
+            "control.commit_every": "1 step",
+            "evaluation.every": "1000 steps",
             "actor.dtype": "bfloat16",
             "actor.optimizer.lr": 1e-6,
             "weights.transport": "delta",

@@ -69,7 +69,7 @@ def target(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iter
         tmp_path_factory.mktemp("target"),
         material,
         **LONG,
-        overrides=SETTINGS | sampled(material) | {"control.commit_every_steps": COMMIT_EVERY_STEPS},
+        overrides=SETTINGS | sampled(material) | {"control.commit_every": f"{COMMIT_EVERY_STEPS} steps"},
     )
     try:
         trial.wait_for_steps(1)

@@ -39,7 +39,7 @@ def test_a_trial_is_answered_by_sglang_also_after_its_scheduler_was_killed(
     trial = start_trial(
         num_rows=32,
         pause_s=0.1,
-        overrides={"allocation": "sglang:d1+fsdp:d1", "evaluation.every_steps": 1000, "sglang.probe_timeout_s": 20},
+        overrides={"allocation": "sglang:d1+fsdp:d1", "evaluation.every": "1000 steps"},
     )
     secrets = [secret.reveal() for secret in TrialSecrets.load(trial.directory.secrets_path).values()]
     trial.wait_for_steps(1, timeout_s=_START_S)
@@ -99,7 +99,7 @@ class Traces:
 def test_nothing_is_left_of_a_trial_whose_processes_are_killed_while_sglang_loads(
     start_trial: Callable[..., Trial],
 ) -> None:
-    trial = start_trial(num_rows=48, overrides={"allocation": "sglang:d1+fsdp:d1", "evaluation.every_steps": 1000})
+    trial = start_trial(num_rows=48, overrides={"allocation": "sglang:d1+fsdp:d1", "evaluation.every": "1000 steps"})
     worker = "generation_server/0"
     trial.wait_for(lambda: trial.starts(worker), f"the start of {worker}")
     supervisor = trial.pid("supervisor")
@@ -129,7 +129,7 @@ def test_nothing_is_left_of_a_trial_whose_processes_are_killed_while_sglang_load
 
 @pytest.mark.slow
 def test_a_server_of_two_processes_answers_for_a_whole_trial(start_trial: Callable[..., Trial]) -> None:
-    trial = start_trial(num_rows=32, overrides={"allocation": "sglang:d1t2+fsdp:d1", "evaluation.every_steps": 1000})
+    trial = start_trial(num_rows=32, overrides={"allocation": "sglang:d1t2+fsdp:d1", "evaluation.every": "1000 steps"})
     trial.wait_for_steps(1, timeout_s=_START_S)
     assert len(schedulers(trial)) == 2
     trial.wait_for_end()

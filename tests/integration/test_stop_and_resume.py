@@ -20,7 +20,7 @@ def test_a_stopped_trial_goes_on_with_other_ranks_on_the_other_backend(start_tri
     trial = start_trial(
         num_rows=96,
         pause_s=0.1,
-        overrides={"allocation": "hf:d1+fsdp:d2", "control.commit_every_steps": 2, "evaluation.every_steps": 1000},
+        overrides={"allocation": "hf:d1+fsdp:d2", "control.commit_every": "2 steps", "evaluation.every": "1000 steps"},
     )
     trial.wait_for_steps(3)
     assert "STOPPED" in trial.run("rl-stop")

@@ -24,7 +24,7 @@ def test_whoever_is_slow_is_named(start_trial: Callable[..., Trial]) -> None:
         overrides={
             "allocation": "hf:d2+fsdp:d2",
             "groups.rollout_worker.count": 2,
-            "evaluation.every_steps": 1000,
+            "evaluation.every": "1000 steps",
             # One answer at a time, and many of them: steps wait for servers, more so where one of these is slow.
             "ppo.group_size": 16,
             "engine.max_running_requests": 1,

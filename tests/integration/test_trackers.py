@@ -19,8 +19,8 @@ def test_trackers_have_each_step_once_over_their_deaths_the_masters_and_a_resume
         num_rows=96,
         pause_s=0.1,
         overrides={
-            "control.commit_every_steps": 2,
-            "evaluation.every_steps": 3,
+            "control.commit_every": "2 steps",
+            "evaluation.every": "3 steps",
             "tracking.to": f"[{', '.join(READERS)}, prometheus]",
         },
     )

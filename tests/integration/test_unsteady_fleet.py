@@ -53,11 +53,11 @@ def test_no_prompt_is_lost_and_no_token_too_old_however_unsteady_the_fleet_is(
             "rollout.max_head_offpolicyness": eta,
             **{f"rollout.{name}": value for name, value in policies.items()},
             "rollout.sampling.max_new_tokens": 24,
-            "control.commit_every_steps": 4,
+            "control.commit_every": "4 steps",
             "supervision.max_restarts": 100,
             "supervision.restart_pause_s": 0.0,
             "supervision.silence_timeout_s": 8,
-            "evaluation.every_steps": 1000,
+            "evaluation.every": "1000 steps",
         },
     )
     trial.wait_for_steps(1)

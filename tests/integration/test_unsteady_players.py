@@ -56,11 +56,11 @@ SETTINGS: dict[str, object] = {
     "rollout.episode.can_replay": "true",
     "rollout.episode.max_turns": 4,
     "rollout.sampling.max_new_tokens": 4,
-    "control.commit_every_steps": 4,
+    "control.commit_every": "4 steps",
     "supervision.max_restarts": 100,
     "supervision.restart_pause_s": 0.0,
     "supervision.silence_timeout_s": 8,
-    "evaluation.every_steps": 1000,
+    "evaluation.every": "1000 steps",
 }
 
 

@@ -41,8 +41,8 @@ def test_a_rule_speaks_of_a_trial_that_is_made_to_suffer(
 ) -> None:
     settings: dict[str, object] = {
         "train_batch_size": 4,
-        "evaluation.every_steps": 1000,
-        "control.commit_every_steps": 4,
+        "evaluation.every": "1000 steps",
+        "control.commit_every": "4 steps",
     }
     if metric == "ppo/ref_kl":
         settings["ref.path"] = material.model

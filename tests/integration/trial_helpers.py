@@ -331,7 +331,7 @@ def submit(
         "evaluation.dataset.path": material.held_out_pairs if is_on_pairs else material.held_out,
         "train_batch_size": 8,
         "control.total_train_epochs": num_passes,
-        "control.commit_every_steps": 1,
+        "control.commit_every": "1 step",
         "supervision.step_timeout_s": 300,
         "supervision.setup_timeout_s": 300,
     }

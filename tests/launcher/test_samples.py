@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from corral.experiments.config.algorithm import PPOConfig
-from corral.experiments.config.control import SamplesConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.samples import files_by_step
@@ -52,9 +51,15 @@ def learned(*, num_prompts: int, seed: int = 0, version: int = 3) -> SequenceSam
 
 
 def keep(
-    folder: Path, tokenizer: Path, samples: dict[int, SequenceSample], *, epoch: int = 1, **config: object
+    folder: Path,
+    tokenizer: Path,
+    samples: dict[int, SequenceSample],
+    *,
+    epoch: int = 1,
+    most: int | None = 8,
+    max_mb: int = 512,
 ) -> None:
-    kept = KeptSamples(SamplesConfig.model_validate(config), folder, tokenizer=tokenizer, rank=0, num_ranks=1)
+    kept = KeptSamples(folder, prompts_per_step=most, tokenizer=tokenizer, rank=0, num_ranks=1, max_mb=max_mb)
     kept.begin(epoch)
     with kept:
         for version, sample in samples.items():
@@ -65,7 +70,7 @@ def keep(
 
 def test_what_is_kept_is_what_was_trained_on_token_by_token(tmp_path: Path, tokenizer: Path) -> None:
     sample = learned(num_prompts=3).with_key(remarks_key(8), np.frombuffer(b"fine\0\0\0\0" * 6, np.uint8))
-    keep(tmp_path, tokenizer, {3: sample}, prompts_per_step=None)
+    keep(tmp_path, tokenizer, {3: sample}, most=None)
     rows = KeptAnswers(tmp_path).read([4])
     assert [(row["uid"], row["sequence"]) for row in rows] == [(f"0:{at}", n) for at in range(3) for n in range(2)]
     one = sample.unpack()[1]
@@ -87,19 +92,19 @@ def test_a_demonstration_has_no_gap_and_no_age(tmp_path: Path, tokenizer: Path) 
     sample = learned(num_prompts=1)
     first = np.arange(sample.total_length("versions")) < sample.answer_lengths("versions")[0]
     sample = sample.with_key("versions", np.where(first, -1, sample.data["versions"]).astype(np.int32))
-    keep(tmp_path, tokenizer, {3: sample}, prompts_per_step=None)
+    keep(tmp_path, tokenizer, {3: sample}, most=None)
     shown, made = KeptAnswers(tmp_path).read([4])
     assert (shown["gap"], shown["staleness"]) == (None, 0) and set(gaps_of(shown) or []) == {0.0}
     assert made["gap"] > 0.0 and any(gaps_of(made) or [])
 
 
 def test_some_prompts_of_a_step_stand_for_all_and_the_oldest_steps_make_room(tmp_path: Path, tokenizer: Path) -> None:
-    keep(tmp_path, tokenizer, {step: learned(num_prompts=9) for step in range(3)}, prompts_per_step=3)
+    keep(tmp_path, tokenizer, {step: learned(num_prompts=9) for step in range(3)}, most=3)
     kept = KeptAnswers(tmp_path)
     assert kept.steps("all") == [1, 2, 3] and kept.steps("latest") == [3] and kept.steps("2:") == [2, 3]
     assert {row["uid"] for row in kept.read([1])} == {"0:0", "0:4", "0:8"}
     big = dict.fromkeys(range(3, 9), learned(num_prompts=1500))
-    keep(tmp_path, tokenizer, big, prompts_per_step=None, max_size=1)
+    keep(tmp_path, tokenizer, big, most=None, max_mb=1)
     files = [path for of_step in files_by_step(tmp_path).values() for path in of_step]
     assert sum(path.stat().st_size for path in files) <= 1 << 20
     assert KeptAnswers(tmp_path).steps("latest") == [9] and 1 not in KeptAnswers(tmp_path).steps("all")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Frequency, Moment
+from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Frequency, Moment, parse_frequency
 
 STEPS_PER_PASS = 4
 
@@ -78,3 +78,26 @@ def test_nothing_is_done_twice_after_one_step_however_long_it_lasts() -> None:
 )
 def test_a_frequency_says_what_it_is(every: Frequency, words: str) -> None:
     assert str(every) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1 step", Frequency(steps=1)),
+        ("20 steps or 1.5 hours", Frequency(steps=20, seconds=5400.0)),
+        ("2 epochs or 10 minutes", Frequency(passes=2, seconds=600.0)),
+    ],
+)
+def test_a_frequency_is_a_number_with_a_unit(text: str, expected: Frequency) -> None:
+    assert parse_frequency(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "20", "0 steps", "1.5 steps", "5 fortnights", "steps", "1 step and 2 epochs"])
+def test_a_frequency_without_a_number_or_a_unit_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="such as 20 steps or 10 minutes"):
+        parse_frequency(text)
+
+
+def test_a_frequency_says_each_kind_of_unit_once() -> None:
+    with pytest.raises(ValueError, match="says twice"):
+        parse_frequency("30 seconds or 1 minute")

@@ -28,7 +28,7 @@ TIMEOUT_S = 600.0
 
 
 def test_a_run_of_four_links_finishes_without_a_human(start_job: Callable[..., Trial], cluster: Cluster) -> None:
-    trial = start_job("grpo", overrides={**LINK, "evaluation.every_steps": 1000}, **WORK)
+    trial = start_job("grpo", overrides={**LINK, "evaluation.every": "1000 steps"}, **WORK)
     for link in range(NUM_LINKS - 1):
         wait_for_commits(trial, STEPS_OF_A_LINK)
         bring_the_end_near(cluster, job_of(trial))

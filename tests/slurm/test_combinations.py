@@ -204,8 +204,8 @@ def test_elastic_rollout_workers_come_and_go_and_no_prompt_is_lost(
 ) -> None:
     overrides = {
         "cluster.bind_address": "127.0.0.1",
-        "evaluation.every_steps": 1000,
-        "control.commit_every_steps": 3,
+        "evaluation.every": "1000 steps",
+        "control.commit_every": "3 steps",
         "groups.rollout_worker.elastic.count": 1,
         # Seven of eight cores, so that a job with seven in the partition that comes first takes its node.
         "groups.rollout_worker.elastic.scheduling": "{partition: spot, cpu: 7, gpu: 0, mem: 1G}",

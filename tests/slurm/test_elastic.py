@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 ELASTIC = ("generation_server/1", "generation_server/2", "generation_server/3")
 SETTINGS: dict[str, object] = {
     "cluster.bind_address": "127.0.0.1",
-    "evaluation.every_steps": 1000,
-    "control.commit_every_steps": 5,
+    "evaluation.every": "1000 steps",
+    "control.commit_every": "5 steps",
     # Generation is what a step waits for.
     "rollout.sampling.max_new_tokens": 48,
     "engine.max_running_requests": 1,

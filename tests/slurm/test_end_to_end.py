@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.mark.slow
 def test_supervised_training_of_the_shipped_recipe_completes(start_job: Callable[..., Trial]) -> None:
-    trial = start_job("sft", num_rows=64, overrides={"evaluation.every_steps": 4})
+    trial = start_job("sft", num_rows=64, overrides={"evaluation.every": "4 steps"})
     trial.wait_for_end()
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
@@ -57,7 +57,7 @@ def test_the_shipped_recipe_with_files_of_ones_own_spans_nodes_and_completes(
         "grpo",
         num_rows=80,
         pause_s=0.1,
-        overrides={"groups.generation_server.scheduling.cpu": 7, "evaluation.every_steps": 1000, **settings},
+        overrides={"groups.generation_server.scheduling.cpu": 7, "evaluation.every": "1000 steps", **settings},
     )
     kept = {path.name for path in trial.directory.code_path.iterdir()}
     assert kept == {*files, "paced_rewards.py"} - {"my_rows.py"}  # rows are made once, when it is submitted
@@ -95,7 +95,7 @@ def test_sglang_generates_on_a_node_of_its_own_and_leaves_nothing_there(start_jo
         overrides={
             "allocation": "sglang:d1+fsdp:d1",
             "groups.generation_server.scheduling.cpu": 7,
-            "evaluation.every_steps": 1000,
+            "evaluation.every": "1000 steps",
         },
     )
     trial.wait_for_steps(1, timeout_s=240.0)
@@ -130,7 +130,7 @@ def running_in(group: int) -> list[int]:
 
 @pytest.mark.slow  # test_customized_trial.py stops real processes, and test_packed.py a job
 def test_a_job_that_is_stopped_half_way_leaves_a_commit_and_nothing_else(start_job: Callable[..., Trial]) -> None:
-    trial = start_job("grpo", num_rows=400, pause_s=0.1, overrides={"control.commit_every_steps": 50})
+    trial = start_job("grpo", num_rows=400, pause_s=0.1, overrides={"control.commit_every": "50 steps"})
     trial.wait_for_steps(3)
     assert "STOPPED" in trial.run("rl-stop")
     status = trial.status()

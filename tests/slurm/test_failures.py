@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -69,48 +69,6 @@ def test_a_crash_of_the_supervisors_own_node_is_survived_too(make_slurm_trial: A
         cluster.start_node(node)
     assert [end["state"] for end in ends_of(trial)] == ["NODE_FAILED", "COMPLETE"], trial.events()
     assert trial.directory.failed_nodes() == [node]
-
-
-def test_with_no_kill_the_only_rollout_worker_of_a_lost_node_moves_and_nobody_else_notices(
-    make_slurm_trial: Any, cluster: Cluster
-) -> None:
-    # Node 0: master, model worker, manager. Node 1: server/0 and rollout worker. Node 2: server/1, and 3 free cores.
-    trial, nodes = start_without_kill(make_slurm_trial, model_worker=5, generation_server=5, rollout_worker=2)
-    lost, spare = nodes["generation_server/0"], nodes["generation_server/1"]
-    assert nodes["rollout_worker/0"] == lost and len({*nodes.values()}) == 3, nodes
-    crash(cluster, lost)
-    try:
-        (move,) = trial.wait_for("worker_moved")
-        assert (move["worker"], move["node"]) == ("rollout_worker/0", spare), "the other server stands in for its like"
-        trial.wait_for("worker_started", worker="rollout_worker/0", node=spare)
-        wait_until(lambda: len(trial.starts("rollout_worker/0")) == 2, "rollout_worker/0 to run on its new node")
-        wait_for_more_commits(trial)
-        check_undisturbed(trial, nodes, but={"generation_server/0", "rollout_worker/0"}, lost=lost)
-        assert [event["unit"] for event in trial.events("unit_given_up")] == ["generation_server/0"]
-    finally:
-        cluster.start_node(lost)
-
-
-def test_with_no_kill_a_server_that_fits_nowhere_is_given_up_and_the_trial_goes_on(
-    make_slurm_trial: Any, cluster: Cluster
-) -> None:
-    # Node 0: master, server/0, manager. Node 1: model worker and rollout worker. Node 2: server/1.
-    trial, nodes = start_without_kill(make_slurm_trial, model_worker=6, generation_server=5, rollout_worker=1)
-    lost = nodes["generation_server/1"]
-    assert list(nodes.values()).count(lost) == 1 and len({*nodes.values()}) == 3, nodes
-    crash(cluster, lost)
-    try:
-        (given_up,) = trial.wait_for("unit_given_up")
-        assert given_up["unit"] == "generation_server/1" and lost in given_up["cause"], given_up
-        trial.wait_for("task_ended", who="generation_server/1")
-        wait_for_more_commits(trial)
-        check_undisturbed(trial, nodes, but={"generation_server/1"}, lost=lost)
-        assert trial.events("worker_moved") == [] and len(trial.starts("generation_server/1")) == 1
-        status = trial.status()
-        assert status.state == "DEGRADED" and "goes on without generation_server/1" in status.note, status
-        assert lost in status.note
-    finally:
-        cluster.start_node(lost)
 
 
 def test_a_drained_node_disturbs_nobody_and_a_requeue_makes_the_next_attempt_on_another_one(
@@ -311,34 +269,6 @@ def test_steps_that_ignore_sigterm_do_not_hold_up_the_end(make_slurm_trial: Any)
     wait_for_end(trial, "COMPLETE")
     wait_until(lambda: not alive(trial), "an empty queue")
     assert trial.processes() == []
-
-
-def start_without_kill(make_slurm_trial: Any, **cpus: int) -> tuple[SlurmTrial, dict[str, str]]:
-    """A trial that outlives its nodes and commits, and the node of each worker; `cpus` are by group."""
-    trial: SlurmTrial = make_slurm_trial(
-        {"master_worker/0": [ENDLESS]}, model_workers=1, servers=2, rollout_workers=1, launch={"no_kill": True}
-    )
-    groups = {
-        kind: trial.plan.scheduling[kind].model_copy(
-            update={"scheduling": trial.plan.scheduling[kind].scheduling.model_copy(update={"cpu": cpu})}
-        )
-        for kind, cpu in cpus.items()
-    }
-    trial.replan(scheduling=trial.plan.scheduling.model_copy(update=groups))
-    trial.submit()
-    wait_for_commits(trial)
-    for worker in trial.layout.steps:
-        wait_until(lambda worker=worker: trial.starts(worker), f"the start of {worker}")
-    return trial, {event["worker"]: event["node"] for event in trial.events("worker_started")}
-
-
-def check_undisturbed(trial: SlurmTrial, nodes: Mapping[str, str], *, but: Collection[str], lost: str) -> None:
-    """The attempt goes on, and every worker except some runs where it did, in the process that it had."""
-    assert ends_of(trial) == [] and trial.events("attempt_ended", then="") == []
-    assert {event["node"] for event in trial.events("node_failed")} == {lost}
-    assert {worker: len(trial.starts(worker)) for worker in nodes if worker not in but} == dict.fromkeys(
-        nodes.keys() - {*but}, 1
-    )
 
 
 def crash(cluster: Cluster, node: str) -> None:

@@ -22,7 +22,6 @@ def test_a_frozen_worker_of_each_kind_is_named_with_who_waits_for_it(start_job: 
         runs_on=True,
         overrides={
             "groups.generation_server.scheduling.cpu": 7,
-            "supervision.lease_ttl_s": 10,
             "control.max_steps": 10000,
         },
     )

@@ -56,7 +56,6 @@ FIELDS = (
     ("cluster", "bind_address"),
     ("cluster", "container_python"),
     ("launch", "extra_sbatch_arguments"),
-    ("launch", "sbatch_template"),
 )
 
 
@@ -100,13 +99,11 @@ def test_a_hostile_value_is_refused_or_only_quoted(field: tuple[str, ...], tmp_p
 def test_a_hostile_experiment_folder_is_refused_or_read_as_it_is_named(
     value: str, tmp_path: Path, cluster: Cluster
 ) -> None:
-    """Model, data, template and trial directory all lie in it, and the job that holds its path is queued for real."""
+    """Model, data and trial directory all lie in it, and the job that holds its path is queued for real."""
     folder = tmp_path / value.replace("/", "_")
     write_inputs(folder)
-    template = folder / "mine.j2"
-    template.write_text("#!/bin/bash\n<% sbatch_lines %>\nexec <% supervisor %>\n")
     (folder / "experiment.yaml").write_text(VALID_SLURM + "cluster: {fileroot: trials}\n")
-    overrides = ["launch.begin=now+1hour", f"launch.sbatch_template={json.dumps(str(template))}"]
+    overrides = ["launch.begin=now+1hour"]
     try:
         submission = prepare.prepare(folder / "experiment.yaml", overrides, trial_name="t", mode="slurm")
     except ConfigError as error:

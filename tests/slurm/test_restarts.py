@@ -28,7 +28,7 @@ def test_a_worker_of_each_kind_comes_back_alone_and_the_trial_completes(start_jo
         num_rows=16 + 20 * len(WORKERS),
         num_passes=2,
         pause_s=0.1,
-        overrides={"groups.generation_server.scheduling.cpu": 7, "evaluation.every_steps": 1000},
+        overrides={"groups.generation_server.scheduling.cpu": 7, "evaluation.every": "1000 steps"},
     )
     trial.wait_for_steps(1)
     seconds = {}

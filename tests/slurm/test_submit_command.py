@@ -106,11 +106,3 @@ def test_an_option_of_the_command_line_is_blamed_where_it_was_typed(folder: Path
     refused = _submit(folder, "experiment.yaml", "--dry-run", *typed)
     assert refused.returncode == 5
     assert b"--sbatch-arg=--licenses=matlab:1  launch.extra_sbatch_arguments.1: --licenses=matlab:1" in refused.stderr
-
-
-def test_a_template_with_the_line_ends_of_another_system_is_submitted_with_ours(folder: Path) -> None:
-    template = folder / "mine.j2"
-    template.write_bytes(b"#!/bin/bash\r\n<% sbatch_lines %>\r\nexec <% supervisor %>\r\n")
-    shown = _submit(folder, "experiment.yaml", "--dry-run=script", "-s", "launch.sbatch_template=mine.j2")
-    assert shown.returncode == 0, shown.stderr
-    assert b"\r" not in shown.stdout and b"corral.launcher.supervisor" in shown.stdout

@@ -63,14 +63,7 @@ def kto(pairs: PairScores, config: DPOConfig) -> tuple[Tensor, Tensor]:
     """Each answer by itself, against a point that the batch has in common."""
     assert pairs.reference_point is not None, "the interface measures it before the step"
     chosen, rejected = config.beta * pairs.chosen, config.beta * pairs.rejected
-    losses = kto_loss(
-        chosen,
-        rejected,
-        reference_point=pairs.reference_point,
-        desirable_weight=config.desirable_weight,
-        undesirable_weight=config.undesirable_weight,
-    )
-    return losses, chosen - rejected
+    return kto_loss(chosen, rejected, reference_point=pairs.reference_point), chosen - rejected
 
 
 PAIR_LOSSES: Mapping[str, PairLoss] = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "kto": kto}

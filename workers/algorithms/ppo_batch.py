@@ -103,7 +103,7 @@ def shape_rewards(config: PPOConfig, sample: SequenceSample) -> npt.NDArray[np.f
         tokens = sum_per_answer(responses, [length - 1 for length in sample.answer_lengths()])
         episodes = per_token(sum_per_answer(tokens, sizes.tolist()), sizes.tolist())
         share = overlong_penalty(episodes, limit=config.overlong_limit, buffer=config.overlong_buffer)
-        raw = raw - np.float32(config.overlong_penalty) * share.numpy().astype(np.float32)
+        raw = raw - share.numpy().astype(np.float32)
     shaped: npt.NDArray[np.float32] = np.clip(
         (raw - config.reward_bias) * config.reward_scale, -config.max_reward_clip, config.max_reward_clip
     ).astype(np.float32)
@@ -254,6 +254,8 @@ def with_loss_weights(sample: SequenceSample, *, is_finite: bool) -> SequenceSam
 
 
 _COEFFICIENT = "kl_coefficient"
+KL_HORIZON = 10_000.0
+"""Answers in which an adaptive coefficient changes by at most a fifth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,7 @@ class KLController:
             self.coefficient,
             observed_kl=facts.kl_per_answer,
             target=self.config.target,
-            horizon=self.config.horizon,
+            horizon=KL_HORIZON,
             num_answers=facts.num_answers,
         )
         return replace(self, coefficient=adapted)

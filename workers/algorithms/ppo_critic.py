@@ -28,6 +28,9 @@ from corral.workers.backends.base import LossOutput, Numbers, TrainEngine
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.data.sequence_sample import SequenceSample
 
+VALUE_NORM_DECAY = 0.99995
+"""What the running means of `value_norm: exponential` keep of the past in one train step."""
+
 
 class PPOCriticInterface(ModelInterface):
     """Value updates, on an engine with a value head.
@@ -48,7 +51,7 @@ class PPOCriticInterface(ModelInterface):
         self._kl = KLController.at_start(config.kl)
         self._has_units = critic.value_norm != "none"
         """Whether the head works in units of its own; without, the moments stay as they are and change nothing."""
-        self._moments = RunningMoments(decay=critic.value_norm_decay if critic.value_norm == "exponential" else None)
+        self._moments = RunningMoments(decay=VALUE_NORM_DECAY if critic.value_norm == "exponential" else None)
 
     @property
     def inputs(self) -> CallKeys:
@@ -103,7 +106,6 @@ class PPOCriticInterface(ModelInterface):
             old_values=keys["values"][micro_batch.predicting],
             returns=keys["returns"],
             value_eps_clip=self._critic.value_eps_clip,
-            huber_delta=self._critic.huber_delta,
         )
         return sum_over_mask(losses, keys["loss_mask"], weights=keys["loss_weights"])
 

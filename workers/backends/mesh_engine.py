@@ -318,7 +318,7 @@ class MeshEngine(ABC):
     def _make_step(self, rate: float) -> None:
         """One update of weights and moments with the gradients as they are."""
         for group in self._optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_ratio", 1.0)
+            group["lr"] = rate
         self._optimizer.step()
 
     def _trained_tensors(self) -> list[Tensor]:

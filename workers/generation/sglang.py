@@ -5,7 +5,7 @@
                          │ could not, or has not: once more, else those from before ──► requests given up ──► continue
                          │ says nothing, or can read neither: it stays paused, BackendLostError
     wait_ended: every second, does the process live, does its scheduler answer?
-                    │ died: BackendLostError      │ silent for probe_timeout_s, and reads no weights: likewise
+                    │ died: BackendLostError      │ silent for SILENCE_TIMEOUT_S, and reads no weights: likewise
     restarted by whoever runs the backend: stop, start
 
 Stock SGLang: no file of it is changed. What a machine without a GPU lacks is put in its place, see `cpu_stand_ins`.
@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S = 1.0
 _READY_INTERVAL_S = 0.2
+SILENCE_TIMEOUT_S = 60.0
+"""A server that says nothing for so long, and is not taking over weights, is taken for hung, and started again."""
 _GIVE_UP_TIMEOUT_S = 5.0  # one that hangs is not waited for longer: what it had is asked for elsewhere
 _EXIT_USAGE = 2  # of argparse
 
@@ -311,7 +313,7 @@ class SglangBackend:
                 silent_s = time.monotonic() - heard_at
                 if self._is_reading:
                     heard_at = time.monotonic()
-                elif silent_s > self.spec.sglang.probe_timeout_s:
+                elif silent_s > SILENCE_TIMEOUT_S:
                     url = self._client.url
                     raise BackendLostError(f"SGLang at {url} hangs: {silent_s:.0f} s of {error}") from error
             await asyncio.sleep(_LOOK_INTERVAL_S)

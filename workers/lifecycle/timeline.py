@@ -41,15 +41,15 @@ class Timeline(Closing):
     """The spans of one process of a worker.
 
     Example:
-        with Timeline(trial.timeline_path, clock, max_mb=16) as timeline:
+        with Timeline(trial.timeline_path, clock) as timeline:
             timeline.record(Span(lane="rewards", name="reward", start_s=started, end_s=time.monotonic()))
     """
 
-    def __init__(self, folder: Path, clock: Clock, *, max_mb: int) -> None:
+    def __init__(self, folder: Path, clock: Clock, *, max_mb: int = 16) -> None:
         """
         Args:
             clock: who this is, with a first guess of its offset.
-            max_mb: of both of the worker's files together; 0 keeps nothing.
+            max_mb: of both of the worker's files together.
         """
         self._folder, self._clock, self._max_bytes = folder, clock, max_mb * _MB // 2
         self._measured_s = 0.0
@@ -57,10 +57,7 @@ class Timeline(Closing):
         self._waiting: deque[Span] = deque(maxlen=_MOST_WAITING)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._write_on, name="timeline", daemon=True)
-        if max_mb:
-            self._thread.start()
-        else:
-            self._closed.set()
+        self._thread.start()
 
     def record(self, span: Span) -> None:
         """See `Record`."""

@@ -40,6 +40,7 @@ from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.secrets import SecretFilter, TrialSecrets
 from corral.experiments.trial.trust import Trust
+from corral.experiments.trial.worker_record import LEASE_TTL_S
 from corral.name_resolve.base import Lease, NameService, NameServiceError
 from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.worker_information import parse_worker_id
@@ -173,8 +174,7 @@ class WorkerContext:
         Args:
             owner: who publishes, if not this start of the worker.
         """
-        ttl_s = self.plan.supervision.lease_ttl_s
-        return self.names.lease(key, value, ttl_s=ttl_s, owner=owner or self.incarnation)
+        return self.names.lease(key, value, ttl_s=LEASE_TTL_S, owner=owner or self.incarnation)
 
 
 class Worker(ABC):

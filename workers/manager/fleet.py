@@ -12,7 +12,6 @@ and earlier if a request finds out. The records only say where servers are: nobo
 """
 
 import asyncio
-import contextlib
 import heapq
 import json
 import logging
@@ -121,14 +120,12 @@ class Fleet:
         in_use: WeightsInUse,
         tasks: asyncio.TaskGroup,
         *,
-        most_standing_still: int,
         on_serving: Callable[[], None],
         on_news: Callable[[], None],
     ) -> None:
         """
         Args:
             in_use: where it is said which weights are being read, and which were refused.
-            most_standing_still: servers that may take over weights at the same time, of those that generate.
             on_serving: is called when a server serves other weights than before.
             on_news: is called when others may be brought to the present weights now.
         """
@@ -136,7 +133,6 @@ class Fleet:
         self._client = client
         self._in_use = in_use
         self._tasks = tasks
-        self._standing_still = asyncio.Semaphore(most_standing_still)
         self._on_serving = on_serving
         self._on_news = on_news
         self._updates: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -206,9 +202,8 @@ class Fleet:
             async with self._in_use.reading(published.directory):
                 if published.digest is not None and (server.place or is_serving):
                     await self._stage(start, published)
-                async with self._standing_still if is_serving else contextlib.nullcontext():
-                    self._table.happened(server, "told")
-                    await self._client.bring_to(server.control, published, sources=start.sources)
+                self._table.happened(server, "told")
+                await self._client.bring_to(server.control, published, sources=start.sources)
             await self._client.probe(server.url)
         except (ServerError, NameServiceError) as error:
             logger.warning("%s could not be brought to version %s: %s", server.name, version, error)

@@ -155,7 +155,7 @@ class GserverManager(Worker):
             is_issued=lambda uid: self._drawn is None or uid in self._drawn,
             trainer=MASTER,
         )
-        self._table = ServerTable(policy=rollout.schedule_policy)
+        self._table = ServerTable()
         self._published: PublishedWeights | None = None
         self._version: PolicyVersion | None = None
         self._has_gone_back = False
@@ -213,7 +213,6 @@ class GserverManager(Worker):
                         client,
                         WeightsInUse(in_use),
                         tasks,
-                        most_standing_still=max(1, int(self._spec.rollout.max_updating_share * len(self._servers))),
                         on_serving=self._serves.set,
                         on_news=self._news.set,
                     )

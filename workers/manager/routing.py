@@ -28,7 +28,7 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final
 
 from corral.experiments.trial.worker_record import Trouble
 from corral.scheduling.policy_version import PolicyVersion
@@ -37,7 +37,6 @@ from corral.workers.manager.servers import Server, ServerEvent, ServerState
 
 BLAME_LASTS_S: Final = 60.0  # a server that fails at two prompts within so long is SUSPECT
 TROUBLE_AFTER_S: Final = 10.0  # what is over before is no news
-SchedulePolicy = Literal["round_robin", "least_requests", "least_token_usage"]
 
 
 @dataclass
@@ -45,13 +44,12 @@ class ServerTable:
     """All servers of the trial.
 
     Example:
-        table = ServerTable(policy="least_requests")
+        table = ServerTable()
         server = table.appeared("generation_server/0", url="http://10.0.0.1:1", control=..., incarnation="a")
         table.happened(server, "told"), table.happened(server, "verified", version=PolicyVersion(0, 0))
         table.route("0:problem-1", tokens=256, version=PolicyVersion(0, 0), least_step=0)   # -> that server
     """
 
-    policy: SchedulePolicy
     clock: Callable[[], float] = time.monotonic
     servers: dict[str, Server] = field(default_factory=dict)
     _ready: dict[PolicyVersion, LeastLoaded] = field(default_factory=dict)
@@ -61,7 +59,6 @@ class ServerTable:
     """The server of a group, and the rollout worker that has asked."""
     _failures: dict[str, dict[str, float]] = field(default_factory=dict)
     """When a server failed at a prompt last, by uid and name."""
-    _turn: int = 0
 
     # What happens to servers
 
@@ -208,7 +205,6 @@ class ServerTable:
         self.finished(uid)
         self._place_by_uid[uid] = chosen, worker
         chosen.tokens_by_uid[uid] = tokens
-        chosen.turn = self._turn = self._turn + 1
         self._note(chosen, more_tokens=tokens)
         return chosen
 
@@ -275,11 +271,4 @@ class ServerTable:
                 del self._ready[server.version]
 
     def _load(self, server: Server) -> Load:
-        match self.policy:
-            case "least_requests":
-                load = len(server.tokens_by_uid)
-            case "least_token_usage":
-                load = server.tokens
-            case "round_robin":
-                load = server.turn
-        return server.is_full, load
+        return server.is_full, len(server.tokens_by_uid)

@@ -97,8 +97,6 @@ class Server:
     """The sum of these."""
     is_full: bool = False
     """Whether it had no room for a group or a request, no group has ended there since, and it has answered no probe."""
-    turn: int = 0
-    """When it was chosen last, counted in choices."""
 
     def on(self, event: ServerEvent, *, now: float, reason: str = "") -> None:
         """Something happened at `now`, of any clock that runs on, in seconds.

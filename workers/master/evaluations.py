@@ -28,7 +28,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from corral.experiments.config.data import BestConfig, EvaluationConfig
+from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.trial.evaluation import BestVersion
 from corral.experiments.trial.worker_record import MANAGER
 from corral.scheduling.model_function_call import ModelFunctionCall
@@ -72,10 +72,10 @@ class BestWeights:
     which a failure took back counts like any other: they are there, and are worth it.
     """
 
-    def __init__(self, epoch: Epoch, weights: PublishedVersions, config: BestConfig) -> None:
+    def __init__(self, epoch: Epoch, weights: PublishedVersions, metric: str) -> None:
         self._epoch = epoch
         self._weights = weights
-        self._config = config
+        self._metric = metric
         self._remover = Remover()
         folder = epoch.trial.exports_path
         self._best, self._evaluated = folder / "best", folder / ".evaluated"
@@ -86,11 +86,11 @@ class BestWeights:
 
     async def consider(self, version: PolicyVersion, stats: Mapping[str, float]) -> None:
         """The numbers of that evaluation, by their names in metrics.jsonl."""
-        value = stats.get(f"eval/{self._config.metric}")
+        value = stats.get(f"eval/{self._metric}")
         if value is None:
             await self._tell_missing(version, stats)
         elif await self._epoch.disk.run(self._replace_if_better, version, value):
-            await self._epoch.note("best_weights", version=str(version), metric=self._config.metric, value=value)
+            await self._epoch.note("best_weights", version=str(version), metric=self._metric, value=value)
 
     def _set_aside(self, version: PolicyVersion) -> None:
         if BestVersion.read(self._evaluated) is not None and not self._best.exists():
@@ -100,7 +100,7 @@ class BestWeights:
     def _replace_if_better(self, version: PolicyVersion, value: float) -> bool:
         """Guarantee: a reader of exports/best finds all files of one version, and what it is worth."""
         self._epoch.writer.check()  # a master that was replaced decides about nothing
-        metric, sign = self._config.metric, 1.0 if self._config.is_highest else -1.0
+        metric, sign = self._metric, -1.0 if self._metric.endswith("loss") else 1.0
         best = BestVersion.read(self._best)
         if best is not None and best.metric == metric and sign * value <= sign * best.value:
             self._remover.remove(self._evaluated)
@@ -116,7 +116,7 @@ class BestWeights:
         notice = TrainNotice(
             topic="best weights",
             is_alarm=True,
-            text=f"evaluation.best.metric {self._config.metric!r} is no number of the evaluation of {version}",
+            text=f"evaluation.best {self._metric!r} is no number of the evaluation of {version}",
             details=f"there are {names}",
             causes=[],
         )

@@ -45,6 +45,9 @@ from corral.workers.requests.messages import TrainNotice
 
 logger = logging.getLogger(__name__)
 
+MAX_NONFINITE_STEPS = 3
+"""Train steps in a row whose loss or gradient is not finite, after which training goes back to the last commit; if as
+many follow again without a commit in between, the trial fails."""
 _DROPPED = "dropped prompts"  # topic of its alarm
 _DROPPED_BATCHES = 4  # that were dropped without a train step: more than 80% of the prompts
 _LOOK_INTERVAL_S = 1.0  # a server that refuses a version has read all of it twice before
@@ -290,7 +293,7 @@ class TrainerEpoch:
         )
         logger.warning("%s", cause)
         await self.epoch.note("step_not_finite", step=step, cause=cause)
-        is_too_often = self._nonfinite_in_a_row >= self.epoch.spec.control.max_nonfinite_steps
+        is_too_often = self._nonfinite_in_a_row >= MAX_NONFINITE_STEPS
         if outcome.is_damaged or outcome.is_torn or is_too_often:
             await self.commits.settle()  # what it holds was finite, and is where training goes back to
             raise NotFiniteError(cause)

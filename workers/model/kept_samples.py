@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from corral.experiments.config.control import SamplesConfig
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.samples import PART, samples_file, schema
 from corral.scheduling.keys import EPISODES, REMARKS, REWARD_PARTS, KeyLayout
@@ -44,23 +43,25 @@ class KeptSamples(Closing):
 
     def __init__(
         self,
-        config: SamplesConfig,
         folder: Path,
         *,
+        prompts_per_step: int | None,
         tokenizer: Path,
         rank: int,
         num_ranks: int,
         parts: Sequence[str] = (),
+        max_mb: int = 512,
     ) -> None:
         """
         Args:
+            prompts_per_step: that are kept of each step, by all ranks together; None keeps all.
+            max_mb: space for the samples of all ranks; beyond it the oldest steps go.
             parts: of the reward, whose numbers samples have.
             tokenizer: directory of the model whose tokens they are.
             num_ranks: data-parallel ranks, which share what is kept and the space for it.
         """
-        most = config.prompts_per_step
-        self._most = None if most is None else -(-most // num_ranks)
-        self._max_bytes = config.max_size * _MB // num_ranks
+        self._most = None if prompts_per_step is None else -(-prompts_per_step // num_ranks)
+        self._max_bytes = max_mb * _MB // num_ranks
         self._folder, self._rank, self._parts = folder, rank, parts
         self._tokenizer_directory = tokenizer
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="samples")

@@ -199,7 +199,7 @@ class ModelWorker(Worker):
             self._samples.announce_to(stream.look_again)
             self._saves.announce_to(stream.look_again)
             stack.enter_context(self._saves)  # it ends before the stream does, which it tells
-            if self._spec.world_size > 1 and self.context.plan.timeline.max_size:
+            if self._spec.world_size > 1:
                 stack.enter_context(RankWaits(self.context.presence.note_among_ranks))
             while not self.context.stopping.is_set():
                 self.context.presence.enter("idle", waiting_for="requests of the master")
@@ -226,8 +226,8 @@ class ModelWorker(Worker):
         contexts = mesh_contexts(parallel, meshes | reallocation_meshes(graph, meshes))
         self._kept = stack.enter_context(
             KeptSamples(
-                spec.samples,
                 context.trial.samples_path,
+                prompts_per_step=spec.samples_per_step,
                 tokenizer=spec.tokenizer,
                 rank=spec.index,
                 num_ranks=len(context.plan.master.sample_ranks),

@@ -11,7 +11,7 @@
 Each answer goes on by itself, and keeps its tokens through all of it: what is asked for anew is the rest, behind the
 prompt and the tokens so far.
 
-    asked ──first_token_timeout_s──► first tokens ──token_timeout_s──► more ──token_timeout_s──► ... ──► its end
+    asked ──token_timeout_s──► first tokens ──token_timeout_s──► more ──token_timeout_s──► ... ──► its end
 
 A server that says nothing for so long is lost. Nothing is while none is ready: an answer waits for it with what it has.
 """
@@ -160,7 +160,6 @@ class GenerationClient:
     _: KW_ONLY
     sampling: SamplingConfig
     stop_token_ids: Sequence[int]
-    first_token_timeout_s: float
     token_timeout_s: float
     tokenizer: Any = None
     """Reads answers where texts of `sampling` end them."""
@@ -307,7 +306,7 @@ class GenerationClient:
 
     async def _stream(self, url: str, group: _Group, answer: PartialAnswer) -> Setback:
         """Take in the rest of an answer as one server makes it; what to make of it if that is not all."""
-        num_before, silence_s, ended = len(answer.output_ids), self.first_token_timeout_s, None
+        num_before, silence_s, ended = len(answer.output_ids), self.token_timeout_s, None
         aborted_at = None
         answer.begin()
         try:
@@ -334,7 +333,7 @@ class GenerationClient:
                         break  # it was cut: its server hears that the connection is closed
                     if reason is not None and reason.type == "abort" and event.meta_info is not None:
                         aborted_at = event.meta_info.weight_version
-                    ended, silence_s = reason, self.token_timeout_s
+                    ended = reason
                     deadline.renew(silence_s)
         except TimeoutError:
             return Setback(url, is_busy=False, reason=f"it said nothing for {silence_s:g} s")

@@ -18,7 +18,7 @@ import msgspec
 
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import RolloutConfig
-from corral.experiments.inputs.environment_tasks import host_command, host_settings
+from corral.experiments.inputs.environment_tasks import LOAD_TIMEOUT_S, host_command, host_settings
 from corral.experiments.inputs.other_pythons import environment_python
 from corral.experiments.worker_specs import EnvironmentSpec
 from corral.workers.environments.confinement import Confinement
@@ -124,7 +124,7 @@ class EnvironmentProgram:
             rollout: whose deadline its episodes have.
             planned: what it was at submission.
         """
-        self.name, self.start_timeout_s = f"environment {config.id}", config.load_timeout_s
+        self.name, self.start_timeout_s = f"environment {config.id}", LOAD_TIMEOUT_S
         self._config, self._planned, self._python = config, planned, environment_python(config)
         self._settings = host_settings(config) | {
             "timeout_s": rollout.agent_timeout_s,

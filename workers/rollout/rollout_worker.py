@@ -160,7 +160,6 @@ class RolloutWorker(Worker):
             sampling=spec.rollout.sampling,
             tokenizer=self._prompts.tokenizer,
             stop_token_ids=self._stop_token_ids,
-            first_token_timeout_s=spec.rollout.first_token_timeout_s,
             token_timeout_s=spec.rollout.token_timeout_s,
             experts=spec.experts,
             num_servers=len(self._servers),

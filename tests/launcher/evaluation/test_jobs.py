@@ -159,7 +159,7 @@ def test_several_versions_are_evaluated_here_by_the_code_that_the_trial_keeps_an
 
 @pytest.mark.slow
 def test_an_evaluation_agrees_with_what_the_trial_found_itself(tmp_path: Path) -> None:
-    trial = submit("sft", tmp_path, make_material(tmp_path), num_rows=16, overrides={"control.save_every_steps": 1})
+    trial = submit("sft", tmp_path, make_material(tmp_path), num_rows=16, overrides={"control.save_every": "1 step"})
     try:
         trial.wait_for_end()
         trial.run("rl-eval", "--local", "--step", "all")
@@ -179,7 +179,7 @@ def test_a_job_starts_a_server_of_the_trials_own_kind(tmp_path: Path, model: Pat
     reward = "tests.launcher.evaluation.evaluation_rewards:digits"
     directory = make_evaluable_trial(tmp_path, model, commits=(1,), reward=reward)
     embedded = EvaluationRequest.model_validate_json(request_in_batches(directory, batch_size=8).read_bytes())
-    sglang = SglangConfig(python=sglang_python(SglangConfig()), probe_timeout_s=600.0)
+    sglang = SglangConfig(python=sglang_python(SglangConfig()))
     server = embedded.server.model_copy(update={"backend": "sglang", "sglang": sglang})
     evaluation = embedded.evaluation.model_copy(update={"answers_per_problem": 2, "vote": "(.+)"})
     results = []

@@ -66,11 +66,6 @@ def test_every_step_is_planned_with_whole_cores() -> None:
     assert by_worker.pop("rollout_worker/3") == 4 and set(by_worker.values()) == {2}
 
 
-def test_a_site_that_hides_its_nodes_may_say_how_many_threads_a_core_has() -> None:
-    plan = planned({}, cluster={"cpus_per_node": 8, "threads_per_core": 2})
-    assert {step.cpus for step in plan_layout(plan).steps.values()} == {2}
-
-
 def test_groups_that_ask_for_the_same_share_one_allocation() -> None:
     layout = layout_of({"model_worker": group(4, gpu=1), "rollout_worker": group(2)})
     assert (layout.kind, layout.reason) == ("packed", "all groups can share one allocation")

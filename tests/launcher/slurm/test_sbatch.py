@@ -76,9 +76,7 @@ def options_of(plan: RunPlan) -> list[str]:
 
 
 LAUNCH = {"partition": "debug", "time_limit": "1:00:00", "extra_sbatch_arguments": ["--licenses=a:1"]}
-HETJOB = with_group(
-    small_plan("/s/my runs/it's 100%", gpu=1, launch=LAUNCH | {"no_kill": True}), "model_worker", partition="big"
-)
+HETJOB = with_group(small_plan("/s/my runs/it's 100%", gpu=1, launch=LAUNCH), "model_worker", partition="big")
 ELASTIC = with_elastic_server(small_plan(gpu=1), gpu=1, partition="spot", time_limit="30")
 
 
@@ -263,56 +261,6 @@ def test_an_enclosing_jobs_step_defaults_do_not_reach_the_supervisor(tmp_path: P
     assert "SLURM_JOB_ID=7" in said.stdout
     kept = {line.partition("=")[0] for line in said.stdout.splitlines() if line.startswith(("SLURM_", "SRUN_"))}
     assert kept == {"SLURM_JOB_ID"}
-
-
-OWN_TEMPLATE = """\
-#!/bin/bash
-# ours: <% directory | comment_text %>
-<% sbatch_lines %>
-module load cuda
-exec <% supervisor %>
-"""
-
-
-def test_a_site_may_bring_its_own_template(tmp_path: Path) -> None:
-    template = tmp_path / "own.j2"
-    template.write_bytes(OWN_TEMPLATE.replace("\n", "\r\n").encode())
-    script = render("/scratch/it's", launch={"sbatch_template": template})
-    lines = script.split("\n")
-    assert lines[:2] == ["#!/bin/bash", "# ours: /scratch/it's"]
-    assert "#SBATCH --nodes=1" in lines and "\r" not in script
-    assert lines[-3:] == [
-        "module load cuda",
-        "exec /opt/python -P -m corral.launcher.supervisor --trial '/scratch/it'\"'\"'s'",
-        "",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "words"),
-    [
-        ("<% supervisor %>", "<% supervisr %>", ["supervisr", "variables are sbatch_lines, supervisor"]),
-        ("<% supervisor %>", "<%% if %%>", ["line 5"]),
-        ("exec <% supervisor %>", "exec true", ["never becomes the supervisor"]),
-        ("exec", "if exec", ["bash cannot parse it"]),
-        ("#!/bin/bash\n", "", ["no #! line"]),
-        ("<% sbatch_lines %>\nmodule load cuda", "module load cuda\n<% sbatch_lines %>", ["before its first command"]),
-    ],
-)
-def test_a_template_that_makes_no_script_is_refused_before_submission(
-    old: str, new: str, words: list[str], tmp_path: Path
-) -> None:
-    template = tmp_path / "own.j2"
-    template.write_text(OWN_TEMPLATE.replace(old, new))
-    with pytest.raises(ConfigError) as refused:
-        render(launch={"sbatch_template": template})
-    assert all(word in str(refused.value) for word in [*words, str(template)]), str(refused.value)
-    assert refused.value.problems[0].path == ("launch", "sbatch_template")
-
-
-def test_a_template_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere.j2: cannot be read"):
-        render(launch={"sbatch_template": tmp_path / "nowhere.j2"})
 
 
 def quick_extra_job(directory: TrialDirectory, *, silence_s: float = 1) -> str:

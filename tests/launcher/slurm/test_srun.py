@@ -238,20 +238,6 @@ def test_an_allocation_that_comes_and_goes_is_looked_at_anew_for_each_start(tmp_
     assert runner.place_of("model_worker/0").host == "n4"
 
 
-def test_a_worker_can_be_moved(tmp_path: Path) -> None:
-    runner = make_runner(tmp_path, {0: HEAD}, layout="jobs")
-    runner.move("model_worker/0", step(node_index=1))
-    place = runner.place_of("model_worker/0")
-    assert (place.host, place.step.allocation) == ("n2", 0)
-
-
-def test_a_sliced_worker_that_moved_shares_the_cores_of_its_new_node(tmp_path: Path) -> None:
-    runner = make_runner(tmp_path, {0: HEAD}, layout="packed")
-    for worker, cpus in (("model_worker/0", 3), ("model_worker/1", 2)):
-        runner.move(worker, step(node_index=1, cpus=cpus, gpus=1, gpu_indices=(cpus,), gpu_binding="slice"))
-    assert runner.place_of("model_worker/0").sliced_cpus == 5
-
-
 class SteppingClient(SlurmClient):
     """A cluster whose every step runs; it counts what it is asked."""
 

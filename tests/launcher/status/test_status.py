@@ -48,7 +48,6 @@ FACTS = TrialFacts(
     mode="local",
     total_steps=10,
     workers=WORKERS,
-    lease_ttl_s=10.0,
     setup_timeout_s=600.0,
     healthy_after_s=600.0,
     stop_grace_s=60.0,

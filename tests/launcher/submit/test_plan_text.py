@@ -185,7 +185,7 @@ def test_goes_updates_and_weights_that_move_are_shown(folder: Path) -> None:
 
 
 def test_steps_that_max_steps_leaves_out_are_not_promised(folder: Path) -> None:
-    screen = render_plan(_plan(folder / "sft.yaml", "control.max_steps=2", "control.save_every_steps=1"))
+    screen = render_plan(_plan(folder / "sft.yaml", "control.max_steps=2", "control.save_every=1 step"))
     assert "2 of 8 rows; 16 of 1 x 40 (control.max_steps ends it early)" in screen
     assert "weights that stay: after every step and at the end" in screen
 

@@ -123,7 +123,6 @@ def test_a_successor_is_submitted_once_and_waits_for_the_end_of_our_job(attempt:
     [
         ({}, ["--exclude=n2,n3"]),
         ({"exclude": "n8,n9"}, ["--exclude=n8,n9,n2,n3"]),
-        ({"exclude_failed_nodes": False}, []),
     ],
 )
 def test_a_successor_avoids_the_nodes_that_failed(

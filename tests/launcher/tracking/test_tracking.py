@@ -57,7 +57,7 @@ def rl_track(trial: Path, *arguments: str, exit_code: int = 0) -> str:
 
 
 def test_lines_that_are_told_are_those_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=2")
+    plan, trial = trial_of(tmp_path, "control.commit_every=2 steps")
     told: list[dict[str, Any]] = []
     lines = CommittedLines(trial)
 

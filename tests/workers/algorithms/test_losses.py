@@ -29,17 +29,12 @@ def slope(function: Callable[[float], float], at: float) -> float:
     return (function(at + 1e-6) - function(at - 1e-6)) / 2e-6
 
 
-@pytest.mark.parametrize("huber_delta", [None, 0.7])
 @pytest.mark.parametrize("value_eps_clip", [None, 0.2])
-def test_value_loss_takes_the_larger_of_clipped_and_unclipped(
-    value_eps_clip: float | None, huber_delta: float | None
-) -> None:
+def test_value_loss_takes_the_larger_of_clipped_and_unclipped(value_eps_clip: float | None) -> None:
     values, old_values, returns = np.random.default_rng(3).normal(size=(3, NUM))
 
     def slow(value: float, i: int) -> float:
         def error(distance: float) -> float:
-            if huber_delta is not None and abs(distance) > huber_delta:
-                return huber_delta * (abs(distance) - huber_delta / 2)
             return distance**2 / 2
 
         if value_eps_clip is None:
@@ -53,7 +48,6 @@ def test_value_loss_takes_the_larger_of_clipped_and_unclipped(
             old_values=torch.tensor(old_values),
             returns=torch.tensor(returns),
             value_eps_clip=value_eps_clip,
-            huber_delta=huber_delta,
         ).losses
 
     at = torch.tensor(values)

@@ -283,7 +283,7 @@ def test_what_stands_on_prompt_tokens_stops_nothing() -> None:
 
 
 def test_the_kl_coefficient_is_adapted_once_per_step_and_goes_on_from_its_state() -> None:
-    config = PPOConfig(kl=KLConfig(coef=0.1, target=1.0, horizon=100.0), n_minibatches=2, sample_reuse=2)
+    config = PPOConfig(kl=KLConfig(coef=0.1, target=1.0), n_minibatches=2, sample_reuse=2)
     engine, actor = SmallEngine("lm"), PPOActorInterface(config)
     sample = on_policy(engine, make_sample([[8, 12], [9, 5]]))
     responses = response_mask(sample)
@@ -291,7 +291,7 @@ def test_the_kl_coefficient_is_adapted_once_per_step_and_goes_on_from_its_state(
     stats = actor.train_step(engine, sample, version=0)
     assert stats["ppo/kl_coef"] == 0.1
     assert stats["ppo/ref_kl_per_answer"] == pytest.approx(kl, rel=1e-5)
-    expected = 0.1 * (1 + min(max(kl / 1.0 - 1, -0.2), 0.2) * 4 / 100)
+    expected = 0.1 * (1 + min(max(kl / 1.0 - 1, -0.2), 0.2) * 4 / 10_000)
     assert actor.state_dict()["kl_coefficient"] == pytest.approx(expected, rel=1e-6)
     resumed = PPOActorInterface(config)
     resumed.load_state_dict(actor.state_dict())

@@ -113,7 +113,7 @@ def slow_pair(config: DPOConfig, chosen: list[float], rejected: list[float], poi
         return -log_sigmoid(config.beta * gain - config.target_margin)
     better = 1.0 - sigmoid(config.beta * math.fsum(chosen) - point)
     worse = 1.0 - sigmoid(point - config.beta * math.fsum(rejected))
-    return config.desirable_weight * better + config.undesirable_weight * worse
+    return better + worse
 
 
 @pytest.mark.parametrize("max_tokens", [32, 1000])
@@ -122,7 +122,7 @@ def slow_pair(config: DPOConfig, chosen: list[float], rejected: list[float], poi
     [
         DPOConfig(loss="ipo", beta=0.3),
         DPOConfig(loss="simpo", beta=2.0, target_margin=0.7),
-        DPOConfig(loss="kto", beta=0.4, desirable_weight=1.5, undesirable_weight=0.5),
+        DPOConfig(loss="kto", beta=0.4),
     ],
     ids=lambda config: config.loss,
 )

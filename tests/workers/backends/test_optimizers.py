@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -37,7 +36,7 @@ from tests.workers.some_samples import some_of
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12]]
 NUM_STEPS = 3
 LR = 1e-3
-MUON = {"type": "muon", "muon": {"momentum": 0.9, "newton_schulz_steps": 4, "lr_ratio": 2.0}}
+MUON = {"type": "muon"}
 
 
 @pytest.fixture(scope="module")
@@ -100,18 +99,16 @@ def plain_adamw(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], s
     parameter -= LR * (m / (v.sqrt() + config.eps) + decay * parameter)
 
 
-def plain_muon(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], decay: float, *, nesterov: bool) -> None:
-    state["m"] = 0.9 * state.get("m", torch.zeros_like(gradient)) + 0.1 * gradient
-    update = 0.9 * state["m"] + 0.1 * gradient if nesterov else state["m"]
+def plain_muon(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], decay: float) -> None:
+    state["m"] = 0.95 * state.get("m", torch.zeros_like(gradient)) + 0.05 * gradient
+    update = 0.95 * state["m"] + 0.05 * gradient
     size = 0.2 * max(update.shape) ** 0.5
-    parameter -= 2.0 * LR * (size * by_singular_values(update, steps=4) + decay * parameter)
+    parameter -= LR * (size * by_singular_values(update, steps=5) + decay * parameter)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon with nesterov", "muon without"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_steps_equal_a_plain_loop_in_float64(kind: str, model_directory: Path) -> None:
-    nesterov = kind == "muon with nesterov"
-    muon = {"type": "muon", "muon": {**MUON["muon"], "nesterov": nesterov}}  # type: ignore[dict-item]
-    engine = make_engine(model_directory, weight_decay=0.3, **({} if kind == "adamw" else muon))
+    engine = make_engine(model_directory, weight_decay=0.3, type=kind)
 
     model = load_reference(model_directory).double()
     states: dict[str, dict[str, Tensor]] = {name: {} for name, _ in model.named_parameters()}
@@ -129,7 +126,7 @@ def test_steps_equal_a_plain_loop_in_float64(kind: str, model_directory: Path) -
             for name, parameter in model.named_parameters():
                 decay = 0.3 if parameter.ndim == 2 else 0.0
                 if kind != "adamw" and parameter.ndim == 2 and ".layers." in name:
-                    plain_muon(parameter, parameter.grad, states[name], decay, nesterov=nesterov)
+                    plain_muon(parameter, parameter.grad, states[name], decay)
                 else:
                     plain_adamw(parameter, parameter.grad, states[name], step, decay)
     expected = dict(model.named_parameters())
@@ -138,17 +135,13 @@ def test_steps_equal_a_plain_loop_in_float64(kind: str, model_directory: Path) -
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize("decays_vectors", [False, True])
-def test_without_a_gradient_weights_decay_and_vectors_only_if_asked(
-    kind: str, decays_vectors: bool, model_directory: Path
-) -> None:
-    overrides: dict[str, Any] = {"type": kind, "weight_decay": 0.5, "decays_biases_and_norms": decays_vectors}
-    engine = make_engine(model_directory, **overrides)
+def test_without_a_gradient_matrices_decay_and_vectors_do_not(kind: str, model_directory: Path) -> None:
+    engine = make_engine(model_directory, type=kind, weight_decay=0.5)
     before = read_weights(model_directory)
     engine.train_batch(sample_of(0), loss_fn=nothing)
     kept = {"layer norm": False, "bias": False, "matrix": False}
     for name, tensor in engine.export_weights():
-        decays = decays_vectors or before[name].ndim == 2
+        decays = before[name].ndim == 2
         np.testing.assert_allclose(tensor, before[name] * (1 - LR * 0.5 if decays else 1.0), rtol=1e-6, err_msg=name)
         kept["layer norm" if "norm" in name else "bias" if "bias" in name else "matrix"] = True
     assert all(kept.values())  # there was one of each kind
@@ -219,8 +212,8 @@ def test_muon_takes_each_matrix_of_an_expert_by_itself(tmp_path: Path) -> None:
     for name, stacked in gradients.items():
         for expert, gradient in enumerate(stacked):
             matrices = gradient.chunk(2) if "gate_up" in name else (gradient,)
-            sizes = [2.0 * LR * 0.2 * max(matrix.shape) ** 0.5 for matrix in matrices]
-            moved = [size * by_singular_values(m, steps=4) for size, m in zip(sizes, matrices, strict=True)]
+            sizes = [LR * 0.2 * max(matrix.shape) ** 0.5 for matrix in matrices]
+            moved = [size * by_singular_values(m, steps=5) for size, m in zip(sizes, matrices, strict=True)]
             expected = before[name][expert] - torch.cat(moved)
             np.testing.assert_allclose(weights[name].detach()[expert], expected, atol=1e-5, err_msg=name)
 
@@ -239,8 +232,3 @@ def test_muon_in_bfloat16_stays_near(model_directory: Path) -> None:
     moved, also_moved = expected[name] - start[name], dict(rounded.export_weights())[name] - start[name]
     assert also_moved.dtype == torch.float32
     assert float(torch.nn.functional.cosine_similarity(moved.flatten(), also_moved.flatten(), dim=0)) > 0.98
-
-
-def test_settings_that_nothing_reads_are_refused() -> None:
-    with pytest.raises(ValidationError, match="muon has settings, but type is 'adamw'"):
-        OptimizerConfig.model_validate({"muon": {"momentum": 0.5}})

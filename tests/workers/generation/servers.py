@@ -163,7 +163,6 @@ def serving(
     weights: Path,
     folder: Path,
     *,
-    probe_timeout_s: float = 60.0,
     transport_config: WeightsConfig = WeightsConfig(),  # noqa: B008 - it is frozen
     flags: Mapping[str, FlagValue] | None = None,
     tensor_parallel_size: int = 1,
@@ -191,7 +190,6 @@ def serving(
                 folder,
                 session,
                 flags=flags or {},
-                probe_timeout_s=probe_timeout_s,
                 tensor_parallel_size=tensor_parallel_size,
             )
         client = None

@@ -62,7 +62,7 @@ SHORT = [7, 31, 15, 8]
 LONG = [(3 * index) % 60 for index in range(37)]
 IN_FLIGHT = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 1.0}
 TOLERANCE = 1e-4  # float32; what is seen is 3e-6
-PROBE_TIMEOUT_S = 3.0
+SILENCE_TIMEOUT_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -80,10 +80,10 @@ def references(models: list[Path]) -> list[Any]:
 def shared(
     request: pytest.FixtureRequest, models: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    with serving(
-        request.param, models[0], tmp_path_factory.mktemp("server"), probe_timeout_s=PROBE_TIMEOUT_S
-    ) as served:
-        yield served
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sglang_backend, "SILENCE_TIMEOUT_S", SILENCE_TIMEOUT_S)
+        with serving(request.param, models[0], tmp_path_factory.mktemp("server")) as served:
+            yield served
 
 
 @pytest.fixture
@@ -621,7 +621,6 @@ async def sample_group(
             route,
             sampling=SamplingConfig(max_new_tokens=max_new_tokens),
             stop_token_ids=[EOS_TOKEN_ID],
-            first_token_timeout_s=DEADLINE_S,
             token_timeout_s=token_timeout_s,
         )
         return await client.sample_group("0:a", SHORT, seeds=range(num_answers), enough=enough)
@@ -653,7 +652,6 @@ def test_a_server_that_is_told_to_end_gives_out_all_that_it_has_made(
                     route,
                     sampling=SamplingConfig(max_new_tokens=3000),
                     stop_token_ids=[],
-                    first_token_timeout_s=DEADLINE_S,
                     token_timeout_s=DEADLINE_S,
                 )
                 making = [client.complete(f"0:{n}", SHORT, answers[n], sampling=client.sampling) for n in range(4)]

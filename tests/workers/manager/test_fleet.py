@@ -63,7 +63,7 @@ class Fleet:
         self.overtaking = 0 if self.window is None else self.window - 1
         self.prompts = [f"0:{number}" for number in range(self.num_prompts)]
         self.workers = {f"rollout_worker/{number}": RolloutWorker() for number in range(2)}
-        self.table = ServerTable(policy="round_robin", clock=lambda: self.now)
+        self.table = ServerTable(clock=lambda: self.now)
         self.commits: list[PolicyVersion] = []
         self.committed: dict[str, int] = {}
         """Step that trained it, 0 if it was dropped, by uid."""

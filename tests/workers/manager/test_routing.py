@@ -13,10 +13,8 @@ from corral.workers.rollout.generation_client import FailureBudget
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 
 
-def table_of(
-    count: int, policy: str = "least_requests", version: PolicyVersion = V1, kv_tokens: int = 0
-) -> ServerTable:
-    table = ServerTable(policy=policy)  # type: ignore[arg-type]
+def table_of(count: int, version: PolicyVersion = V1, kv_tokens: int = 0) -> ServerTable:
+    table = ServerTable()
     for index in range(count):
         name, url = f"generation_server/{index}", f"http://server-{index}"
         bring_to(table, table.appeared(name, url=url, control="", incarnation="a", kv_tokens=kv_tokens), version)
@@ -212,19 +210,6 @@ def test_least_requests_spreads_groups_evenly() -> None:
     assert [len(server.tokens_by_uid) for server in table.servers.values()] == [3, 3, 3]
 
 
-def test_least_token_usage_prefers_the_server_with_short_work() -> None:
-    table = table_of(2, policy="least_token_usage")
-    table.route("0:long", tokens=1000, version=V1, least_step=1)
-    names = [table.route(f"0:{number}", tokens=10, version=V1, least_step=1) for number in range(3)]
-    assert {server.name for server in names if server} == {"generation_server/1"}
-
-
-def test_round_robin_takes_turns() -> None:
-    table = table_of(2, policy="round_robin")
-    chosen = [table.route(f"0:{number}", tokens=1, version=V1, least_step=1) for number in range(4)]
-    assert len({server.name for server in chosen[:2] if server}) == 2
-
-
 def test_a_restarted_server_starts_from_nothing_and_late_news_of_the_old_one_is_ignored() -> None:
     table = table_of(1)
     old = table.servers["generation_server/0"]
@@ -267,7 +252,6 @@ def test_no_finished_group_is_counted_as_load(events: list[tuple[int, str]]) -> 
 
 
 @given(
-    policy=st.sampled_from(["least_requests", "least_token_usage"]),
     events=st.lists(
         st.tuples(
             st.integers(0, 9), st.sampled_from(["route", "finish", "silent", "told", "verified", "busy", "answered"])
@@ -275,9 +259,9 @@ def test_no_finished_group_is_counted_as_load(events: list[tuple[int, str]]) -> 
         max_size=60,
     ),
 )
-def test_who_is_chosen_is_the_least_loaded_of_those_that_may_be(policy: str, events: list[tuple[int, str]]) -> None:
+def test_who_is_chosen_is_the_least_loaded_of_those_that_may_be(events: list[tuple[int, str]]) -> None:
     """Beside a look at every server."""
-    table = table_of(4, policy=policy)
+    table = table_of(4)
     for number, event in events:
         uid, server = f"0:{number}", table.servers[f"generation_server/{number % 4}"]
         if event == "finish":
@@ -298,10 +282,7 @@ def test_who_is_chosen_is_the_least_loaded_of_those_that_may_be(policy: str, eve
             if event == "busy":
                 table.route(uid, tokens=number, version=V2, least_step=9, busy_url=server.url)
                 table.finished(uid)
-            loads = {
-                other.name: (other.is_full, other.tokens if policy == "least_token_usage" else len(other.tokens_by_uid))
-                for other in able
-            }
+            loads = {other.name: (other.is_full, len(other.tokens_by_uid)) for other in able}
             expected = min(loads, key=lambda name: (loads[name], name), default=None)
             chosen = table.route(uid, tokens=number, version=V2, least_step=least_step)
             assert (chosen and chosen.name) == expected
@@ -329,7 +310,6 @@ def test_what_a_rollout_worker_had_that_is_gone_takes_no_room() -> None:
 
 
 @given(
-    policy=st.sampled_from(["least_requests", "least_token_usage", "round_robin"]),
     events=st.lists(
         st.tuples(
             st.integers(0, 19), st.integers(1, 60), st.sampled_from(["route", "route", "finish", "silent", "up"])
@@ -338,9 +318,9 @@ def test_what_a_rollout_worker_had_that_is_gone_takes_no_room() -> None:
     ),
 )
 def test_no_server_is_filled_beyond_its_cache_and_none_waits_for_one_that_has_room(
-    policy: str, events: list[tuple[int, int, str]]
+    events: list[tuple[int, int, str]],
 ) -> None:
-    table = table_of(3, policy=policy, kv_tokens=100)
+    table = table_of(3, kv_tokens=100)
     for number, tokens, event in events:
         uid, server = f"0:{number}", table.servers[f"generation_server/{number % 3}"]
         if event == "finish":

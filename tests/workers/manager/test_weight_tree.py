@@ -26,7 +26,7 @@ class Cluster:
 
     def __init__(self, num_hosts: int, *, servers_per_host: int = 1) -> None:
         self._now = 0.0
-        self.table = ServerTable(policy="least_requests", clock=lambda: self._now)
+        self.table = ServerTable(clock=lambda: self._now)
         self.under_way: list[Start] = []
         self.num_read: Counter[str] = Counter()
         """How often each host read the shared file system."""

@@ -35,7 +35,7 @@ class SlowDisk:
 def test_steps_are_trained_while_a_commit_is_written_and_it_covers_none_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=2")
+    plan, trial = trial_of(tmp_path, "control.commit_every=2 steps")
     disk = SlowDisk()
     seen: list[tuple[int, int]] = []
 
@@ -68,7 +68,7 @@ def test_ranks_copy_for_a_commit_unless_they_are_told_to_write_first(
 def test_the_next_commit_waits_for_the_one_before_and_says_for_whom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
     disk = SlowDisk()
     waits: list[tuple[str, tuple[str, ...], int]] = []
     enter = Presence.enter
@@ -89,7 +89,7 @@ def test_the_next_commit_waits_for_the_one_before_and_says_for_whom(
 def test_a_stop_waits_for_what_is_being_written_and_for_its_own_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=2")
+    plan, trial = trial_of(tmp_path, "control.commit_every=2 steps")
     request = StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=60.0)
     disk = SlowDisk()
 
@@ -121,7 +121,7 @@ def test_a_stop_waits_for_what_is_being_written_and_for_its_own_commit(
 def test_a_kill_while_a_commit_is_written_leaves_the_one_before_and_what_is_half_written_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
     half: list[str] = []
 
     async def until_written() -> None:
@@ -149,7 +149,7 @@ def test_a_kill_while_a_commit_is_written_leaves_the_one_before_and_what_is_half
 def test_a_disk_that_is_full_for_a_while_costs_a_commit_and_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
     fulls = iter([False, True, True])
     gang = Gang(until_written=lambda: refuse(is_full=next(fulls, False)))
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
@@ -179,7 +179,7 @@ def test_a_trial_waits_for_room_on_a_disk_that_stays_full_and_ends_where_it_stay
     number: int,
     exit_code: WorkerExit,
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1", "supervision.max_restarts=0")
+    plan, trial = trial_of(tmp_path, "control.commit_every=1 step", "supervision.max_restarts=0")
     fulls = iter([False])
     gang = Gang(until_written=lambda: refuse(is_full=next(fulls, True), number=number))
     assert run_master(plan, trial, gang, monkeypatch) == exit_code

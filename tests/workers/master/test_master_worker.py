@@ -177,7 +177,7 @@ class ListeningGang(Gang):
 
 
 def test_the_master_answers_while_a_commit_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
 
     def die_after_a_commit(name: str) -> None:
         if name == "train_step" and TrialLog(trial.log_path).read().lineage:

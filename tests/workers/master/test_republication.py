@@ -49,7 +49,7 @@ def refuse(gang: Gang) -> None:
 def test_a_version_that_servers_refuse_is_published_again_and_committed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
     published: list[str] = []
 
     def act(name: str) -> None:

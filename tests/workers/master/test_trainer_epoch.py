@@ -19,6 +19,7 @@ from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.trial.view import Finding, TrialView
 from corral.workers.checkpoint.manifest import verify_manifest
+from corral.workers.master import step as master_step
 from corral.workers.master.epoch import standing_alarms
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.sample_source import BufferedSample
@@ -63,9 +64,8 @@ def test_samples_of_a_step_that_was_skipped_are_trained_on_later(
 def test_a_loss_that_stays_not_finite_takes_training_back_and_then_fails_it(
     commit_every_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(
-        tmp_path, f"control.commit_every_steps={commit_every_steps}", "control.max_nonfinite_steps=2"
-    )
+    monkeypatch.setattr(master_step, "MAX_NONFINITE_STEPS", 2)
+    plan, trial = trial_of(tmp_path, f"control.commit_every={commit_every_steps} steps")
     gang = Gang(train=lambda step: FINE if step <= 2 else SKIPPED)
     assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.NOT_FINITE
     state = TrialLog(trial.log_path).read()
@@ -84,7 +84,8 @@ def test_a_loss_that_stays_not_finite_takes_training_back_and_then_fails_it(
 def test_training_that_goes_on_from_the_last_commit_may_go_back_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.max_nonfinite_steps=1")
+    monkeypatch.setattr(master_step, "MAX_NONFINITE_STEPS", 1)
+    plan, trial = trial_of(tmp_path)
     replies = iter([FINE, SKIPPED, FINE, SKIPPED])
     assert run_master(plan, trial, Gang(train=lambda step: next(replies, FINE)), monkeypatch) == WorkerExit.DONE
     assert TrialLog(trial.log_path).read().epoch == 3
@@ -166,7 +167,7 @@ def test_held_out_answers_that_training_ranks_cannot_judge_are_an_alarm_until_al
 ) -> None:
     plan, trial = trial_of(
         tmp_path,
-        "evaluation.every_steps=2",
+        "evaluation.every=2 steps",
         "evaluation.sampling.max_new_tokens=8",
         f"evaluation.dataset.path={tmp_path / 'heldout.jsonl'}",
         "evaluation.dataset.max_prompt_tokens=16",
@@ -240,7 +241,7 @@ def test_an_arrival_and_a_death_end_the_wait_for_a_batch(tmp_path: Path, monkeyp
 def test_weights_are_published_before_the_commit_that_covers_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
     seen: list[tuple[str, int]] = []
 
     def look(name: str) -> None:
@@ -255,7 +256,7 @@ def test_weights_are_published_before_the_commit_that_covers_them(
 def test_what_is_published_and_lost_before_its_commit_gets_another_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
 
     def die(name: str) -> None:
         if name == "begin_save" and lost.published() == "1.3":
@@ -276,7 +277,7 @@ def test_what_is_published_and_lost_before_its_commit_gets_another_version(
 def test_the_digest_of_their_manifest_is_published_with_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
     seen: list[tuple[str, str, str | None]] = []
 
     def look(name: str) -> None:
@@ -305,7 +306,7 @@ def test_the_digest_of_their_manifest_is_published_with_the_weights(
 def test_deltas_lead_from_what_the_weights_were_trained_from_and_never_from_an_orphan(
     writes_deltas: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=2")
+    plan, trial = trial_of(tmp_path, "control.commit_every=2 steps")
     workers = [
         worker.model_copy(update={"writes_deltas": writes_deltas}) if worker.kind == "master_worker" else worker
         for worker in plan.workers
@@ -339,7 +340,7 @@ def test_deltas_lead_from_what_the_weights_were_trained_from_and_never_from_an_o
 def test_what_no_directory_has_is_written_as_version_0_by_each_epoch_until_something_is_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every_steps=1")
+    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
     workers = [
         worker.model_copy(update={"writes_first_version": True}) if worker.kind == "master_worker" else worker
         for worker in plan.workers
@@ -389,8 +390,8 @@ def test_every_trained_step_and_sample_has_one_line_wherever_the_master_dies(
 ) -> None:
     plan, trial = trial_of(
         tmp_path,
-        f"control.commit_every_steps={commit_every_steps}",
-        "evaluation.every_steps=2",
+        f"control.commit_every={commit_every_steps} steps",
+        "evaluation.every=2 steps",
         f"evaluation.dataset.path={tmp_path / 'heldout.jsonl'}",
         "evaluation.dataset.max_prompt_tokens=16",
         "evaluation.sampling.max_new_tokens=8",
@@ -412,11 +413,9 @@ def test_commits_exports_and_evaluations_follow_passes_if_they_are_told_to(
     plan, trial = trial_of(
         tmp_path,
         "control.total_train_epochs=4",
-        "control.commit_every_steps=null",
-        "control.commit_every_epochs=2",
-        "control.save_every_epochs=3",
-        "evaluation.every_steps=null",
-        "evaluation.every_epochs=3",
+        "control.commit_every=2 epochs",
+        "control.save_every=3 epochs",
+        "evaluation.every=3 epochs",
         "evaluation.batch_size=6",
         "evaluation.sampling.max_new_tokens=8",
         f"evaluation.dataset.path={tmp_path / 'heldout.jsonl'}",
@@ -470,7 +469,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 def test_no_file_of_the_trial_is_touched_in_the_event_loop_while_it_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.save_every_steps=2")
+    plan, trial = trial_of(tmp_path, "control.save_every=2 steps")
     touched: list[tuple[str, str]] = []
     elsewhere: list[str] = []
     loop_thread = threading.get_ident()

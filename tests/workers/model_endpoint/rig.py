@@ -99,7 +99,6 @@ async def rig(folder: Path, model: Path, urls: Sequence[str], *, max_new_tokens:
             route,
             sampling=SamplingConfig(max_new_tokens=max_new_tokens),
             stop_token_ids=eos_token_ids(model),
-            first_token_timeout_s=DEADLINE_S,
             token_timeout_s=DEADLINE_S,
         )
         tokenizer = load_tokenizer(model)

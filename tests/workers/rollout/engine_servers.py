@@ -91,7 +91,6 @@ async def sample_in_turns(
             route,
             sampling=SamplingConfig(max_new_tokens=max_new_tokens),
             stop_token_ids=stop_token_ids,
-            first_token_timeout_s=DEADLINE_S,
             token_timeout_s=DEADLINE_S,
             experts=experts,
         )

@@ -57,7 +57,6 @@ def play(
                 route,
                 sampling=SamplingConfig(max_new_tokens=max_new_tokens),
                 stop_token_ids=[0],
-                first_token_timeout_s=DEADLINE_S,
                 token_timeout_s=DEADLINE_S,
             )
 

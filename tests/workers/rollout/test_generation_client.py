@@ -62,7 +62,6 @@ async def _ask(*, is_ending: bool) -> None:
             route,
             sampling=SamplingConfig(),
             stop_token_ids=[0],
-            first_token_timeout_s=DEADLINE_S,
             token_timeout_s=DEADLINE_S,
         )
         group = asyncio.create_task(client.sample_group("0:a", [1, 2], seeds=[1, 2]))
@@ -126,7 +125,6 @@ async def _over_a_lost_server(model: Path) -> tuple[list[PartialAnswer], list[in
             route,
             sampling=SamplingConfig(max_new_tokens=1000),
             stop_token_ids=[],
-            first_token_timeout_s=DEADLINE_S,
             token_timeout_s=DEADLINE_S,
         )
         losing = asyncio.create_task(lose())
@@ -236,7 +234,6 @@ class Servers:
             self.route,
             sampling=SamplingConfig(max_new_tokens=8),
             stop_token_ids=[5],
-            first_token_timeout_s=silence_s,
             token_timeout_s=silence_s,
             num_servers=self.number,
         )
@@ -328,7 +325,6 @@ def test_a_loop_that_stood_still_blames_no_server_that_went_on() -> None:
                 route,
                 sampling=SamplingConfig(max_new_tokens=20),
                 stop_token_ids=[0],
-                first_token_timeout_s=DEADLINE_S,
                 token_timeout_s=silence_s,
             )
             group = asyncio.create_task(client.sample_group("0:a", [1, 2], seeds=[1, 2]))

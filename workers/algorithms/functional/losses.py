@@ -26,30 +26,21 @@ class TokenLosses:
     """[T] each, without gradient; reported as means over the tokens of the loss mask."""
 
 
-def value_loss(
-    values: Tensor,
-    *,
-    old_values: Tensor,
-    returns: Tensor,
-    value_eps_clip: float | None,
-    huber_delta: float | None = None,
-) -> TokenLosses:
+def value_loss(values: Tensor, *, old_values: Tensor, returns: Tensor, value_eps_clip: float | None) -> TokenLosses:
     """Half the squared error of each value, the larger of clipped and unclipped.
 
     The clip keeps a value within `value_eps_clip` of the one that the advantages were computed from (PPO's reference
-    implementation; see https://arxiv.org/abs/2006.05990, choice C13). With `huber_delta` the error counts linearly
-    beyond that distance (Huber 1964, https://doi.org/10.1214/aoms/1177703732).
+    implementation; see https://arxiv.org/abs/2006.05990, choice C13).
 
     Args:
         values: [T] with gradient, like `old_values` and `returns` in the units that the critic's head works in.
         value_eps_clip: None for no clip.
-        huber_delta: None for the squared error everywhere.
     """
-    unclipped = _half_square(values - returns, huber_delta)
+    unclipped = 0.5 * (values - returns).square()
     if value_eps_clip is None:
         return TokenLosses(unclipped)
     near_old = old_values + (values - old_values).clamp(-value_eps_clip, value_eps_clip)
-    clipped = _half_square(near_old - returns, huber_delta)
+    clipped = 0.5 * (near_old - returns).square()
     return TokenLosses(torch.maximum(unclipped, clipped), {"critic/clip_fraction": clipped > unclipped})
 
 
@@ -91,9 +82,7 @@ def ipo_loss(gains: Tensor, *, tau: float) -> Tensor:
     return (gains - 1.0 / (2.0 * tau)).square()
 
 
-def kto_loss(
-    chosen: Tensor, rejected: Tensor, *, reference_point: Tensor, desirable_weight: float, undesirable_weight: float
-) -> Tensor:
+def kto_loss(chosen: Tensor, rejected: Tensor, *, reference_point: Tensor) -> Tensor:
     """[pairs] how far both answers are from being valued as they should: the sum of the two answers' losses.
 
     Kahneman-Tversky optimisation: Ethayarajh et al. 2024, https://arxiv.org/abs/2402.01306, eq. 8, without the
@@ -103,12 +92,4 @@ def kto_loss(
         chosen, rejected: [pairs] implicit rewards: beta times the sum of log-ratios.
         reference_point: beta times a KL divergence, at least 0.
     """
-    of_chosen = desirable_weight * torch.sigmoid(reference_point - chosen)
-    return of_chosen + undesirable_weight * torch.sigmoid(rejected - reference_point)
-
-
-def _half_square(errors: Tensor, huber_delta: float | None) -> Tensor:
-    squared = 0.5 * errors.square()
-    if huber_delta is None:
-        return squared
-    return torch.where(errors.abs() <= huber_delta, squared, huber_delta * (errors.abs() - 0.5 * huber_delta))
+    return torch.sigmoid(reference_point - chosen) + torch.sigmoid(rejected - reference_point)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from corral.experiments.config.model import MuonConfig, OptimizerConfig
+from corral.experiments.config.model import OptimizerConfig
 from corral.workers.backends.fsdp.experts import expert_matrices
 from corral.workers.backends.sharding import cut_like, layers_of, local
 from corral.workers.backends.train_state import ADAMW
@@ -40,6 +40,8 @@ from corral.workers.backends.train_state import ADAMW
 _ADAMW_UPDATE = 0.2  # root mean square of AdamW's updates, in units of the learning rate, as Liu et al. measured it
 _QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's: steepest at 0, and between 0.7 and 1.2 after five steps
 _MUON = frozenset({"momentum_buffer"})
+MUON_MOMENTUM = 0.95  # decay of the average of gradients that is orthogonalized
+NEWTON_SCHULZ_STEPS = 5
 _TINY = 1e-7  # keeps a gradient of zeros at zero
 
 
@@ -55,17 +57,15 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig, *, compute_dtype: 
     groups: dict[tuple[int, bool, bool], list[nn.Parameter]] = {}
     for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
         num_matrices = matrices.get(parameter, 0) if config.type == "muon" else 0
-        decays = parameter.ndim >= 2 or config.decays_biases_and_norms
+        decays = parameter.ndim >= 2
         is_cut = isinstance(parameter, DTensor)  # torch steps either kind in one call, and not both
         groups.setdefault((num_matrices, decays, is_cut), []).append(parameter)
-    muon_ratio = (config.muon or MuonConfig()).lr_ratio
     return AdamWAndMuon(
         [
             {
                 "params": parameters,
                 "weight_decay": config.weight_decay if decays else 0.0,
                 "num_matrices": num_matrices,  # to orthogonalize in each, or in each expert's part; 0: AdamW's
-                "lr_ratio": muon_ratio if num_matrices else 1.0,
             }
             for (num_matrices, decays, _), parameters in groups.items()
         ],
@@ -97,7 +97,6 @@ class AdamWAndMuon(torch.optim.AdamW):
         compute_dtype: torch.dtype,
     ) -> None:
         super().__init__(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-        self._muon = config.muon or MuonConfig()
         self._compute_dtype = compute_dtype
 
     @torch.no_grad()
@@ -129,8 +128,8 @@ class AdamWAndMuon(torch.optim.AdamW):
         if not state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         momentum: Tensor = state["momentum_buffer"]
-        momentum.lerp_(gradient, 1.0 - self._muon.momentum)
-        update = gradient.lerp(momentum, self._muon.momentum) if self._muon.nesterov else momentum
+        momentum.lerp_(gradient, 1.0 - MUON_MOMENTUM)
+        update = gradient.lerp(momentum, MUON_MOMENTUM)  # Nesterov's: the newest gradient counts once more
         return update.detach().to(self._compute_dtype)
 
     def _part(self, update: Tensor, num_matrices: int) -> Tensor:
@@ -146,7 +145,7 @@ class AdamWAndMuon(torch.optim.AdamW):
     def _direction(self, matrices: Tensor) -> Tensor:
         """[..., rows, columns] of updates -> what a step with a learning rate of -1 adds."""
         scale = _ADAMW_UPDATE * math.sqrt(max(matrices.shape[-2:]))
-        return orthogonalized(matrices, steps=self._muon.newton_schulz_steps) * scale
+        return orthogonalized(matrices, steps=NEWTON_SCHULZ_STEPS) * scale
 
 
 def orthogonalized(matrix: Tensor, *, steps: int) -> Tensor:

@@ -124,9 +124,9 @@ def _distributed(
 
 
 def _adamw(parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Weight decay for matrices, and for biases and norms if so configured."""
-    decaying = [parameter for parameter in parameters if parameter.ndim >= 2 or config.decays_biases_and_norms]
-    others = [parameter for parameter in parameters if parameter.ndim < 2 and not config.decays_biases_and_norms]
+    """Weight decay for matrices, and not for biases and norms."""
+    decaying = [parameter for parameter in parameters if parameter.ndim >= 2]
+    others = [parameter for parameter in parameters if parameter.ndim < 2]
     of_groups = ((decaying, config.weight_decay), (others, 0.0))
     parameter_groups = [{"params": group, "weight_decay": decay} for group, decay in of_groups if group]
     return torch.optim.AdamW(
