@@ -30,11 +30,11 @@ from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
-from corral.launcher.status.words import FINAL_STATES, NOT_STARTED, WorkerState
 from corral.launcher.status.workers import WorkerRow
 from corral.launcher.trial.find import TrialFacts, read_facts
 from corral.launcher.trial.lock import LEAVING_TIMEOUT_S, is_locked
 from corral.launcher.trial.processes import user_name
+from corral.launcher.trial.words import FINAL_STATES, NOT_STARTED, WorkerState
 
 SCALABLE_GROUPS = ("generation_server", "rollout_worker")
 _TEARDOWN_S = 40.0  # SIGTERM, SIGKILL, the cluster's own epilogue, the report

@@ -16,7 +16,7 @@ from corral.experiments.exit_codes import CommandExit, WorkerExit
 from corral.experiments.loading.schema import key_paths
 from corral.experiments.loading.validation import OLD_KEYS
 from corral.experiments.registry import EXPERIMENTS
-from corral.launcher.status.words import TrialState, WorkerState
+from corral.launcher.trial.words import TrialState, WorkerState
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

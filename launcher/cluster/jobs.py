@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from corral.launcher.trial.words import TrialState
+
 
 class JobPhase(StrEnum):
     """Where a job stands."""
@@ -30,8 +32,8 @@ class Job:
 
     job_id: str
     phase: JobPhase
-    state: str
-    """What it means for a trial: a word of rl-status. RUNNING is refined by the trial's own records."""
+    state: TrialState
+    """What it means for a trial. RUNNING is refined by the trial's own records."""
     note: str = ""
     """What explains the state, and what to do."""
     word: str
@@ -69,7 +71,7 @@ class Job:
     @property
     def is_blocked(self) -> bool:
         """Whether waiting alone will not start it."""
-        return self.state == "BLOCKED"
+        return self.state is TrialState.BLOCKED
 
     @property
     def number(self) -> int:

@@ -102,8 +102,8 @@ def _with_times(look: Callable[[], str], facts: "TrialFacts", *, most: int | Non
 
 def _check(facts: "TrialFacts") -> None:
     from corral.launcher.status.reader import polite_reader
-    from corral.launcher.status.words import IN_TROUBLE
     from corral.launcher.terminal import printable
+    from corral.launcher.trial.words import IN_TROUBLE
 
     (status,) = polite_reader().read([facts])
     found = [*(finding for finding in status.findings if finding.is_alarm), *status.watch]

@@ -115,7 +115,7 @@ def told_of(facts: "TrialFacts", ending: "Ending", *, now: bool, requeue: bool) 
     """The same, with what people are told of it: now and then for whom it waits, as a step may take minutes."""
     from corral.experiments.trial.mode import has_jobs
     from corral.launcher.status.waits import render_chain
-    from corral.launcher.status.words import NOT_STARTED
+    from corral.launcher.trial.words import NOT_STARTED
 
     next(ending)
     status, told_at, what = (yield), time.monotonic(), ""

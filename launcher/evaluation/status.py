@@ -20,6 +20,7 @@ from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.verdict import judge_job, meaning_of, phase_of, state_word
 from corral.launcher.trial.ends import tail_lines
 from corral.launcher.trial.metrics import NONE_IS_CORRECT
+from corral.launcher.trial.words import TrialState
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class EvaluationReader:
             return EvaluationStatus(step=step, state=state, job_id=job_id, note=note)
         if time.monotonic() - self._last_running.get(step, float("-inf")) < _RESULT_VISIBLE_S:
             return EvaluationStatus(step=step, state="STOPPING", job_id=job_id, note="its result may be on its way")
-        state = meaning_of(word)[0] if phase_of(word) is JobPhase.ENDED else "FAILED"
+        state = meaning_of(word)[0] if phase_of(word) is JobPhase.ENDED else TrialState.FAILED
         return EvaluationStatus(
             step=step, state=state, job_id=job_id, note=cause_of(self._folder, paths.stderr, paths.stdout)
         )

@@ -9,8 +9,8 @@ from pathlib import Path
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.page.render import render_page
 from corral.launcher.page.view import TrialViews
-from corral.launcher.status.words import TrialState
 from corral.launcher.trial.find import load_facts
+from corral.launcher.trial.words import TrialState
 
 
 def _main(path: str, state: str) -> None:

@@ -34,12 +34,12 @@ from corral.launcher.samples import KeptAnswers, gaps_of, name_of
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import polite_reader
 from corral.launcher.status.text import render_trial
-from corral.launcher.status.words import TrialState
 from corral.launcher.timeline.reader import spans_of, steps_of
 from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
 from corral.launcher.trial.ends import TASK_ENDED
 from corral.launcher.trial.find import TrialFacts, find_trial, read_facts
 from corral.launcher.trial.metrics import read_metrics
+from corral.launcher.trial.words import TrialState
 
 _POINTS = 1_000  # of a curve: more than a chart has columns of dots
 _ANSWERS = 300

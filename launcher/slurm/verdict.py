@@ -1,7 +1,7 @@
 """What SLURM's words for a job mean for a trial. Each has an answer: an unknown one becomes UNKNOWN, never an error.
 
 squeue -o QUEUE_FORMAT --jobs_of_squeue--> Job      `scontrol show job` --job_of_scontrol--> Job, see cluster/jobs.py
-(state, reason, what else is known) --judge_job--> a word of TrialState in status/words.py, and advice
+(state, reason, what else is known) --judge_job--> a word of TrialState in trial/words.py, and advice
 
 PENDING     QUEUED | REQUEUED (it has run before) | BLOCKED (it will not start by itself) | HELD
 RUNNING     refined by the trial's own records, which see more than SLURM does
@@ -10,9 +10,9 @@ over        FAILED, OOM, TIMED_OUT, NODE_FAILED, PREEMPTED, CANCELLED, unless th
 Every other module asks here what a word means:
 
 squeue, scontrol, sacct --state_word--> `COMPLETING` --phase_of----------> JobPhase in cluster/jobs.py
-                                                     --meaning_of--------> a word of TrialState in status/words.py
-      our own job, while it is ended:                --job_end.explain_end---> JobEnd in cluster/own_job.py
-      a step that could not be made:                 --srun------------------> ExitKind in trial/exits.py
+                                                     --meaning_of--------> a word of TrialState in trial/words.py
+      our own job, while it is ended:                --explain_end-------> JobEnd in cluster/own_job.py
+      a step that could not be made:                 --srun------------------> ExitKind in trial/ends.py
 
 What a word alone leaves open, its reason tells, and a closer look (job_queue.py). Beyond this
 folder a word is compared only by what is SLURM's alone: rl-doctor (doctor/probe.py, doctor/judge.py) and rl-eval
@@ -27,48 +27,51 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
+from corral.experiments.trial.attempts import EndState
 from corral.launcher.cluster.jobs import Job, JobPhase
+from corral.launcher.cluster.own_job import JobEnd, JobProspect
+from corral.launcher.trial.words import TrialState
 from corral.scheduling.slurm_formats import expand_host_list
 
-_MEANINGS_BY_PHASE = {
+_MEANINGS_BY_PHASE: dict[JobPhase, dict[str, tuple[TrialState, str]]] = {
     # It waits, or its nodes are being made ready.
     JobPhase.WAITING: {
-        "PENDING": ("QUEUED", ""),  # its reason says more
-        "CONFIGURING": ("STARTING", "nodes are being prepared"),
-        "POWER_UP_NODE": ("STARTING", "nodes are being powered up"),
-        "REQUEUED": ("REQUEUED", ""),
-        "REQUEUE_FED": ("REQUEUED", ""),
-        "REQUEUE_HOLD": ("HELD", "put back into the queue and held; scontrol release it"),
-        "SPECIAL_EXIT": ("HELD", "put back into the queue and held after a special exit; scontrol release it"),
-        "RESV_DEL_HOLD": ("HELD", "held because its reservation was deleted; rl-stop it"),
+        "PENDING": (TrialState.QUEUED, ""),  # its reason says more
+        "CONFIGURING": (TrialState.STARTING, "nodes are being prepared"),
+        "POWER_UP_NODE": (TrialState.STARTING, "nodes are being powered up"),
+        "REQUEUED": (TrialState.REQUEUED, ""),
+        "REQUEUE_FED": (TrialState.REQUEUED, ""),
+        "REQUEUE_HOLD": (TrialState.HELD, "put back into the queue and held; scontrol release it"),
+        "SPECIAL_EXIT": (TrialState.HELD, "put back into the queue and held after a special exit; scontrol release it"),
+        "RESV_DEL_HOLD": (TrialState.HELD, "held because its reservation was deleted; rl-stop it"),
     },
     # It has its nodes.
     JobPhase.RUNNING: {
-        "RUNNING": ("RUNNING", ""),
-        "SUSPENDED": ("SUSPENDED", "suspended by SLURM; its workers stand still"),
-        "STOPPED": ("SUSPENDED", "stopped by SLURM; its workers stand still"),
-        "RESIZING": ("STARTING", ""),
-        "SIGNALING": ("STOPPING", ""),
+        "RUNNING": (TrialState.RUNNING, ""),
+        "SUSPENDED": (TrialState.SUSPENDED, "suspended by SLURM; its workers stand still"),
+        "STOPPED": (TrialState.SUSPENDED, "stopped by SLURM; its workers stand still"),
+        "RESIZING": (TrialState.STARTING, ""),
+        "SIGNALING": (TrialState.STOPPING, ""),
     },
     # It gives them back.
     JobPhase.LEAVING: {
-        "COMPLETING": ("STOPPING", ""),
-        "STAGE_OUT": ("STOPPING", ""),
+        "COMPLETING": (TrialState.STOPPING, ""),
+        "STAGE_OUT": (TrialState.STOPPING, ""),
     },
     JobPhase.ENDED: {
         # Asked only when the trial left no record of its own end.
-        "COMPLETED": ("FAILED", "the job ended without finishing the trial"),
-        "FAILED": ("FAILED", "the job failed before the trial could say why; see its logs/slurm-JOB.log"),
-        "OUT_OF_MEMORY": ("OOM", "a step needed more memory than it asked for; raise `mem` of its group"),
-        "TIMEOUT": ("TIMED_OUT", "time limit reached; continue with rl-submit --resume"),
-        "DEADLINE": ("TIMED_OUT", "deadline reached; continue with rl-submit --resume"),
-        "NODE_FAIL": ("NODE_FAILED", "a node failed; continue with rl-submit --resume"),
-        "BOOT_FAIL": ("NODE_FAILED", "a node did not boot; continue with rl-submit --resume"),
-        "LAUNCH_FAILED": ("NODE_FAILED", "a node could not launch it; continue with rl-submit --resume"),
+        "COMPLETED": (TrialState.FAILED, "the job ended without finishing the trial"),
+        "FAILED": (TrialState.FAILED, "the job failed before the trial could say why; see its logs/slurm-JOB.log"),
+        "OUT_OF_MEMORY": (TrialState.OOM, "a step needed more memory than it asked for; raise `mem` of its group"),
+        "TIMEOUT": (TrialState.TIMED_OUT, "time limit reached; continue with rl-submit --resume"),
+        "DEADLINE": (TrialState.TIMED_OUT, "deadline reached; continue with rl-submit --resume"),
+        "NODE_FAIL": (TrialState.NODE_FAILED, "a node failed; continue with rl-submit --resume"),
+        "BOOT_FAIL": (TrialState.NODE_FAILED, "a node did not boot; continue with rl-submit --resume"),
+        "LAUNCH_FAILED": (TrialState.NODE_FAILED, "a node could not launch it; continue with rl-submit --resume"),
         # With requeueing it is hardly ever seen: squeue shows PENDING at once.
-        "PREEMPTED": ("PREEMPTED", "preempted; continue with rl-submit --resume"),
-        "REVOKED": ("PREEMPTED", "taken by another cluster; continue with rl-submit --resume"),
-        "CANCELLED": ("CANCELLED", "cancelled outside of corral (scancel)"),
+        "PREEMPTED": (TrialState.PREEMPTED, "preempted; continue with rl-submit --resume"),
+        "REVOKED": (TrialState.PREEMPTED, "taken by another cluster; continue with rl-submit --resume"),
+        "CANCELLED": (TrialState.CANCELLED, "cancelled outside of corral (scancel)"),
     },
 }
 """For each word the state of a trial whose job it is, and what explains it."""
@@ -85,9 +88,9 @@ def phase_of(text: str) -> JobPhase:
     return next((phase for phase, words in _MEANINGS_BY_PHASE.items() if word in words), JobPhase.UNKNOWN)
 
 
-def meaning_of(text: str) -> tuple[str, str]:
+def meaning_of(text: str) -> tuple[TrialState, str]:
     """The state of a trial whose job is in this state, and what explains it; UNKNOWN for a word of a newer SLURM."""
-    unknown = "UNKNOWN", f"SLURM says {text!r}, which this version of corral does not know"
+    unknown = TrialState.UNKNOWN, f"SLURM says {text!r}, which this version of corral does not know"
     return _MEANINGS_BY_PHASE.get(phase_of(text), {}).get(state_word(text), unknown)
 
 
@@ -256,7 +259,7 @@ def judge_job(
     nodes_are_down: bool = False,
     exceeded: str = "",
     job_id: str = "JOB",
-) -> tuple[str, str]:
+) -> tuple[TrialState, str]:
     """A trial's state for SLURM's words, and what explains it; RUNNING is to be refined by the trial's own records.
 
     Args:
@@ -269,7 +272,7 @@ def judge_job(
     if state_word(word) != "PENDING":
         return meaning_of(word)
     if blocked := _why_blocked(reason, nodes_are_down=nodes_are_down, exceeded=exceeded):
-        return "BLOCKED", blocked
+        return TrialState.BLOCKED, blocked
     return _judge_waiting(reason, start=start, has_run=has_run, job_id=job_id)
 
 
@@ -303,16 +306,16 @@ def _why_blocked(reason: str, *, nodes_are_down: bool, exceeded: str) -> str:
     return ""
 
 
-def _judge_waiting(reason: str, *, start: str, has_run: bool, job_id: str) -> tuple[str, str]:
+def _judge_waiting(reason: str, *, start: str, has_run: bool, job_id: str) -> tuple[TrialState, str]:
     head, _, detail = reason.partition(",")
     if reason in _HOLDS or head in _HOLDS or "requeued held" in reason.lower():
-        return "HELD", f"{reason}: it was put back too often; mend the cause, then scontrol release {job_id}"
+        return TrialState.HELD, f"{reason}: it was put back too often; mend the cause, then scontrol release {job_id}"
     if head in _HELD_BY_SOMEBODY:
-        return "HELD", f"{head}: {_advice(head, job_id)}"
+        return TrialState.HELD, f"{head}: {_advice(head, job_id)}"
     if has_run and head in ("BeginTime", "None", ""):
-        return "REQUEUED", "" if start in _UNKNOWN_START else f"eligible at {start}"
+        return TrialState.REQUEUED, "" if start in _UNKNOWN_START else f"eligible at {start}"
     estimate = "" if start in _UNKNOWN_START else f", est. start {start}"
-    state = "REQUEUED" if has_run else "QUEUED"
+    state = TrialState.REQUEUED if has_run else TrialState.QUEUED
     if head in ("None", ""):
         return state, estimate.lstrip(", ")
     return state, f"{head}: {_advice(head, job_id)}{detail and f' ({detail.strip()})'}{estimate}"
@@ -325,3 +328,91 @@ def _advice(reason: str, job_id: str) -> str:
         holder = holder_of_reason(reason)
         advice = f"a limit of the {holder}; it starts when {kind}, or ask for another launch.{holder.field}"
     return (advice or "see man squeue").format(job=job_id)
+
+
+# Why SLURM ends our own job, and whether it will start it again. The words were observed on a real cluster.
+#
+# While the batch script is being ended its job is COMPLETING whatever the cause, so the state alone tells nothing:
+#
+#                              Restarts    Reason       PreemptTime    slurmstepd: JOB n CANCELLED AT ... DUE TO
+#     scancel                  as before   None                        (nothing)
+#     time limit               as before   TimeLimit                   TIME LIMIT
+#     preempted                + 1         None         set, then gone PREEMPTION
+#     preempted, no requeue    as before   None         set            (nothing)
+#     node failure             + 1         None                        NODE FAILURE
+#     node failure, no requeue as before   NodeDown                    NODE FAILURE
+#     scontrol requeue         + 1         None                        JOB REQUEUE
+#
+# In the grace period of a preemption the job is RUNNING with a PreemptTime: its steps got SIGTERM, its script did not.
+
+_DAEMON_LINE = re.compile(r"\*\*\* JOB (\d+) ON \S+ CANCELLED AT \S+ *(?:DUE TO ([A-Z ]+?))?(?:,[^*]*)? *\*\*\*")
+_STATE_BY_DAEMON_WORD = {
+    "TIME LIMIT": EndState.TIMED_OUT,
+    "PREEMPTION": EndState.PREEMPTED,
+    "NODE FAILURE": EndState.NODE_FAILED,
+    "JOB REQUEUE": EndState.REQUEUED,
+}
+_STATE_BY_REASON = {"TimeLimit": EndState.TIMED_OUT, "NodeDown": EndState.NODE_FAILED}
+_END_BY_STATE = {
+    TrialState(state): state
+    for state in (EndState.TIMED_OUT, EndState.PREEMPTED, EndState.NODE_FAILED, EndState.REQUEUED)
+}
+"""Ends that SLURM's word for a job tells by itself; any other is somebody's scancel."""
+_NEVER = ("None", "N/A", "Unknown", "")
+
+
+def look_ahead(job: Mapping[str, str] | None, *, restart_count: int) -> JobProspect:
+    """What becomes of a job, by `scontrol show job`; None, if SLURM could not be asked, says nothing.
+
+    Args:
+        restart_count: how often it had been requeued when it started.
+    """
+    fields = job or {}
+    restarts = fields.get("Restarts", "")
+    return JobProspect(
+        is_preempted=fields.get("PreemptTime", "") not in _NEVER,
+        is_requeued=restarts.isdecimal() and int(restarts) > restart_count,
+        is_ending=phase_of(fields.get("JobState", "")) in (JobPhase.LEAVING, JobPhase.ENDED),
+    )
+
+
+def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, restart_count: int) -> JobEnd:
+    """Why this job is being ended.
+
+    Args:
+        job: fields of `scontrol show job`, or None if SLURM could not be asked.
+        job_output: what the batch script's output file holds; slurmstepd writes its line there before it signals.
+        restart_count: how often it had been requeued when it started.
+    """
+    said = [match[2] for match in _DAEMON_LINE.finditer(job_output) if match[1] == job_id]
+    # A line that an earlier start of this job got stays in the file: one for each requeue.
+    own_words = said[restart_count:]
+    by_daemon = _STATE_BY_DAEMON_WORD.get(own_words[-1] or "", EndState.CANCELLED) if own_words else None
+    if job is None:
+        # Our jobs ask to be requeued, so where nothing else is known they are.
+        is_requeued = by_daemon in (EndState.REQUEUED, EndState.NODE_FAILED, EndState.PREEMPTED)
+        return JobEnd(state=by_daemon or EndState.UNKNOWN, is_requeued=is_requeued)
+    prospect = look_ahead(job, restart_count=restart_count)
+    if by_daemon not in (None, EndState.CANCELLED):
+        return JobEnd(state=by_daemon, is_requeued=prospect.is_requeued)
+    if prospect.is_requeued:
+        return JobEnd(state=EndState.REQUEUED, is_requeued=True)
+    word = state_word(job.get("JobState", ""))
+    if prospect.is_preempted:
+        state = EndState.PREEMPTED
+    elif word == "RUNNING":
+        state = EndState.STOPPED  # also with a line of slurmstepd, which `scancel --batch --signal=TERM` leaves
+    else:
+        by_word = _END_BY_STATE.get(meaning_of(word)[0], EndState.CANCELLED)
+        state = _STATE_BY_REASON.get(job.get("Reason", ""), by_word)
+    return JobEnd(state=state, is_requeued=False)
+
+
+def why_leaving(job: Mapping[str, str] | None) -> str:
+    """Why a job that runs, or ran, will not be there much longer; "" if it stays."""
+    if job is None:
+        return "SLURM does not know its job any more"
+    word = state_word(job.get("JobState", ""))
+    if word == "RUNNING" and look_ahead(job, restart_count=0).is_preempted:
+        return "its job is being preempted"
+    return "" if word in ("RUNNING", "SUSPENDED") else f"its job is {word}"

@@ -25,7 +25,6 @@ from corral.experiments.trial.worker_record import MASTER
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.status.evidence import Evidence
 from corral.launcher.status.waits import WaitChain, find_waits
-from corral.launcher.status.words import ABSENT, FINAL_STATES, NOT_STARTED, TROUBLED, TrialState, WorkerState
 from corral.launcher.status.workers import (
     GroupRow,
     WorkerRow,
@@ -38,6 +37,7 @@ from corral.launcher.terminal import format_duration, format_moment
 from corral.launcher.trial.metrics import Pace, headline, last_lines, newest_of, pace_of
 from corral.launcher.trial.view import Finding, PastAttempt, WorkerLife
 from corral.launcher.trial.watchers import findings_of
+from corral.launcher.trial.words import ABSENT, FINAL_STATES, NOT_STARTED, TROUBLED, TrialState, WorkerState
 
 _FIRST_START_S = 15.0  # between rl-submit's record and the supervisor's lock
 _FRESH_BEAT_S = 30.0
@@ -165,7 +165,7 @@ def judge(evidence: Evidence, rows: Sequence[WorkerRow] | None = None) -> tuple[
         return TrialState.UNKNOWN, f"rl-submit made it and did not start it; rl-submit --resume {name} starts it"
     rows = worker_rows(evidence) if rows is None else rows
     if evidence.ended is not None:
-        return TrialState.of(evidence.ended.state), evidence.ended.cause
+        return TrialState(evidence.ended.state), evidence.ended.cause
     if has_jobs(evidence.facts.mode):
         return _judge_on_cluster(evidence, rows)
     if evidence.is_supervised:
@@ -193,7 +193,7 @@ def _judge_on_cluster(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[Tr
 def _judge_by_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[TrialState, str]:
     job = evidence.job
     assert job is not None and evidence.attempt is not None
-    state = TrialState.of(job.state)
+    state = job.state
     if state is TrialState.RUNNING:
         if evidence.attempt_ended is not None:
             return TrialState.STARTING, f"attempt {evidence.attempt.attempt + 1} starts in job {job.job_id}"
@@ -232,10 +232,10 @@ def _judge_without_job(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[T
     if evidence.is_done or evidence.is_stopped:
         return _judge_without_record(evidence, "")
     if attempt_ended is not None:
-        state = TrialState.of(attempt_ended.state)
+        state = TrialState(attempt_ended.state)
         why = f"attempt {attempt_ended.attempt} {_how_attempt_ended(evidence)}, and no job is there to go on"
         return (state if state in FINAL_STATES else TrialState.LOST), f"{why}; continue with rl-submit --resume"
-    if evidence.accounted is not None and (state := TrialState.of(evidence.accounted.state)) in FINAL_STATES:
+    if evidence.accounted is not None and (state := evidence.accounted.state) in FINAL_STATES:
         return state, evidence.accounted.note
     if _has_fresh_beat(rows):
         state, note = _judge_running(evidence, rows)

@@ -24,7 +24,6 @@ from corral.launcher.status.judge import TrialStatus, unreadable
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import render_json, render_trial, render_trials
 from corral.launcher.status.trial_list import SHOWN_AFTER_END_S, Found, list_trials
-from corral.launcher.status.words import TrialState
 from corral.launcher.terminal import format_moment, printable
 from corral.launcher.trial.find import TrialFacts
 
@@ -193,7 +192,7 @@ def _orphan(job: Job, directory: Path, *, does_answer: bool) -> TrialStatus:
     return replace(
         unreadable(directory, f"{job.note}; {advice}" if job.note else advice),
         mode="slurm",
-        state=TrialState.of(job.state),
+        state=job.state,
         nodes=job.num_nodes,
         job_id=job.job_id,
         time_left=job.time_left,

@@ -12,10 +12,10 @@ from corral.experiments.trial.mode import has_jobs
 from corral.launcher.files.patience import wait_until
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader, polite_reader
-from corral.launcher.status.words import TrialState
 from corral.launcher.terminal import format_duration, printable
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.lock import LEAVING_TIMEOUT_S, is_locked
+from corral.launcher.trial.words import TrialState
 from corral.scheduling.policy_version import PolicyVersion
 
 _EXIT_BY_STATE = {

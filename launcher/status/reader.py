@@ -29,6 +29,7 @@ from corral.launcher.status.judge import TrialStatus, describe, unreadable
 from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.lock import is_locked
 from corral.launcher.trial.view import TrialView
+from corral.launcher.trial.words import TrialState
 
 _CLUSTER_TIMEOUT_S = 10.0
 _REDIS_TIMEOUT_S = 1.0
@@ -124,7 +125,7 @@ class StatusReader:
             extra_jobs=_read_extra_jobs(directory, jobs) if is_in_jobs else (),
             groups_kept_down=directory.read_groups_kept_down(),
             zombies=_zombies(jobs, seen),
-            failure=opened.view.failure() if job is not None and job.state == "FAILED" else None,
+            failure=opened.view.failure() if job is not None and job.state is TrialState.FAILED else None,
             damage=(opened.attempt.damage if opened.attempt else "", log_damage, why_no_room(directory.path), moved),
         )
 

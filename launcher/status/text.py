@@ -13,11 +13,11 @@ from corral.experiments.config.algorithm import LEAST_PROMPTS, LEAST_TOKENS
 from corral.experiments.trial.mode import has_jobs
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import describe_wait, render_chain
-from corral.launcher.status.words import FINAL_STATES, TrialState, WorkerState
 from corral.launcher.status.workers import GroupRow, WorkerRow
 from corral.launcher.terminal import first_few, format_duration, printable
 from corral.launcher.trial.metrics import GAP, is_number
 from corral.launcher.trial.view import Finding, PastAttempt
+from corral.launcher.trial.words import FINAL_STATES, TrialState, WorkerState
 
 _COLOUR_BY_STATE: dict[str, str] = {
     **dict.fromkeys((TrialState.RUNNING, TrialState.COMPLETE, WorkerState.UP), "green"),

@@ -12,9 +12,9 @@ shown, by text.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from corral.launcher.status.words import ABSENT, SPEAKING, WorkerState
 from corral.launcher.status.workers import WorkerRow
 from corral.launcher.terminal import format_duration
+from corral.launcher.trial.words import ABSENT, SPEAKING, WorkerState
 
 # The first that fits is the one that holds the others up.
 _CULPRIT_ORDER = (WorkerState.SILENT, WorkerState.MISSING, *ABSENT, WorkerState.RESTARTING, WorkerState.STARTING)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from corral.experiments.trial.worker_record import LEASE_TTL_S, MASTER, WeightUpdate, WorkerRecord
 from corral.launcher.status.evidence import Evidence, ExtraJob
-from corral.launcher.status.words import TROUBLED, WorkerState
 from corral.launcher.terminal import first_few, format_duration
 from corral.launcher.trial.view import WorkerLife
+from corral.launcher.trial.words import TROUBLED, WorkerState
 from corral.scheduling.policy_version import PolicyVersion
 
 _MASTER_START_S = 60.0

@@ -37,6 +37,7 @@ from corral.launcher.slurm.step import own_job
 from corral.launcher.supervisor.recorder import note_failed_node
 from corral.launcher.trial.find import TrialFacts, load_facts
 from corral.launcher.trial.processes import describe_this_process
+from corral.launcher.trial.words import TrialState
 
 _ASK_TIMEOUT_S = 5.0
 
@@ -132,7 +133,7 @@ def _end_of_predecessor(
         _append_stop(directory, by=by, reason="asked for between two attempts")
     recorded = read_end(directory, attempt)
     job = answer_or(None, cluster.job, claim.job_id) if cluster and claim.job_id not in ("", start.job_id) else None
-    if job is not None and job.state == EndState.CANCELLED:
+    if job is not None and job.state is TrialState.CANCELLED:
         _append_stop(directory, by="scancel", reason=f"job {claim.job_id} was cancelled")
         return AttemptEnd(attempt=attempt, state=EndState.CANCELLED, cause="", then="requeue")
     if recorded is not None:

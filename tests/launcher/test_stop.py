@@ -20,9 +20,9 @@ from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import WaitChain, WaitStep
-from corral.launcher.status.words import TrialState, WorkerState
 from corral.launcher.stop import StopRefusedError, cancel_orphan, find_job, is_orphan, trial_of_job
 from corral.launcher.trial.find import TrialFacts, read_facts
+from corral.launcher.trial.words import TrialState, WorkerState
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.jobs import job_of
 from tests.launcher.trials import StubTrial, stop_and_wait

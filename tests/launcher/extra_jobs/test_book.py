@@ -17,7 +17,7 @@ from corral.launcher.extra_jobs.book import (
 )
 from corral.launcher.extra_jobs.gang import GangGuard
 from corral.launcher.layout.layout import Allocation, AllocationRole, RunningAllocation
-from corral.launcher.slurm.cluster import why_leaving
+from corral.launcher.slurm.verdict import why_leaving
 from tests.launcher.jobs import job_of
 
 

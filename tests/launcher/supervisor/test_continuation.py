@@ -10,10 +10,10 @@ import pytest
 
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.journal import Journal
-from corral.launcher.cluster.own_job import OwnJob
+from corral.launcher.cluster.own_job import JobEnd, OwnJob
 from corral.launcher.files import patience
 from corral.launcher.layout.layout import RunningAllocation
-from corral.launcher.slurm.cluster import JobEnd, SlurmCluster
+from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.supervisor.continuation import Continuation
 from tests.launcher.trials import StubTrial
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.trial.attempts import AttemptRefusedError, EndState, WhyNot
-from corral.launcher.slurm.cluster import JobEnd
+from corral.launcher.cluster.own_job import JobEnd
 from corral.launcher.supervisor.attempt_end import EndMachine, EndPhase
 from corral.launcher.supervisor.units import EndTrial
 
@@ -110,14 +110,6 @@ def slurm() -> Slurm:
     return Slurm()
 
 
-def test_a_hand_over_asks_for_one_successor_and_goes_on(slurm: Slurm) -> None:
-    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
-    slurm.end.hand_over(EndState.NODE_FAILED, "n2 failed")
-    assert slurm.end.then == "requeue" and slurm.actions == [("arrange",)]
-    assert slurm.finish() == Verdict(state=EndState.NODE_FAILED, cause="n2 failed", goes_on=True)
-    assert slurm.actions[1:] == [("end", EndState.NODE_FAILED, "n2 failed", "successor")]
-
-
 def test_a_job_that_is_in_the_queue_again_needs_no_successor(slurm: Slurm) -> None:
     slurm.end.hand_over(EndState.REQUEUED, "SIGTERM to the steps", is_requeued=True)
     slurm.end.hand_over(EndState.NODE_FAILED, "n2 failed")
@@ -129,89 +121,6 @@ def test_a_successor_is_revoked_once_our_own_job_is_in_the_queue_again(slurm: Sl
     slurm.end.hand_over(EndState.PREEMPTED, "wanted")
     slurm.end.hand_over(EndState.PREEMPTED, "wanted", is_requeued=True)
     assert slurm.finish().goes_on and slurm.alive == set()
-
-
-def test_a_refused_successor_is_asked_for_again_and_then_our_own_job_is_requeued(slurm: Slurm) -> None:
-    slurm.takes_jobs = False
-    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
-    assert slurm.finish().goes_on
-    recorded = ("end", EndState.TIMED_OUT, "soon", "requeue")
-    # It is recorded before it is done, because it ends us.
-    assert slurm.actions == [("arrange",), ("arrange",), recorded, ("requeue",)]
-
-
-def test_if_both_ways_are_closed_the_trial_ends_with_advice(slurm: Slurm) -> None:
-    slurm.takes_jobs = slurm.requeues = False
-    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
-    verdict = slurm.finish()
-    assert (verdict.state, verdict.goes_on) == (EndState.STOPPED, False)
-    ((state, cause, _),) = slurm.final
-    assert state is EndState.STOPPED and "presently disabled" in cause
-    assert cause.endswith("continue with rl-submit --resume")
-
-
-@pytest.mark.parametrize(
-    ("job_end", "then"),
-    [(TIME_LIMIT, "successor"), (REQUEUED, "requeue"), (UNKNOWN, "requeue"), (JOB_ENDS[3], "requeue")],
-)
-def test_an_end_by_slurm_is_recorded_at_once(slurm: Slurm, job_end: JobEnd, then: str) -> None:
-    slurm.end.job_ends(job_end)
-    (recorded,) = slurm.all("end")
-    assert (recorded[0], recorded[2]) == (job_end.state, then)
-    before = [*slurm.actions]
-    slurm.end.job_ends(job_end)
-    assert slurm.actions == before  # SLURM says it more than once
-    assert slurm.finish().goes_on and slurm.all("end") == [recorded]
-
-
-def test_a_refusal_at_the_time_limit_leaves_no_second_way(slurm: Slurm) -> None:
-    slurm.takes_jobs = False
-    slurm.end.job_ends(TIME_LIMIT)
-    assert slurm.end.phase is EndPhase.FINAL and slurm.end.then == ""
-    ((_, cause, _),) = slurm.final
-    assert "QOSMaxSubmitJobPerUserLimit" in cause and "--resume" in cause
-    assert not slurm.finish().goes_on and slurm.all("requeue") == []
-
-
-def test_of_two_final_words_the_first_one_counts(slurm: Slurm) -> None:
-    slurm.end.stop()
-    slurm.end.job_ends(SCANCEL)
-    assert slurm.finish().state is EndState.STOPPED
-    other = Slurm()
-    other.end.job_ends(SCANCEL)
-    other.end.stop()
-    assert other.finish().state is EndState.CANCELLED
-
-
-def test_a_failure_is_final_unless_slurm_ends_the_job(slurm: Slurm) -> None:
-    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
-    assert slurm.finish(FAILED) == Verdict(state=EndState.FAILED, cause=FAILED.cause, goes_on=False)
-    assert slurm.alive == set()
-    other = Slurm()
-    other.end.job_ends(REQUEUED)
-    assert other.finish(FAILED).goes_on
-
-
-def test_without_progress_nothing_follows(slurm: Slurm) -> None:
-    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
-    verdict = slurm.finish(refusal=NO_PROGRESS)
-    ((_, cause, _),) = slurm.final
-    assert not verdict.goes_on and str(NO_PROGRESS) in cause and "--resume" in cause
-    assert slurm.alive == set() and slurm.all("seal")
-
-
-def test_without_a_queue_nothing_is_handed_over() -> None:
-    here = Slurm(has_queue=False)
-    here.end.hand_over(EndState.REQUEUED, "asked for")
-    assert here.end.phase is EndPhase.OPEN and here.actions == []
-    assert here.finish() == Verdict(state=EndState.STOPPED, cause=STOPPED.cause, goes_on=False)
-    assert here.actions == [("end", EndState.STOPPED, STOPPED.cause, "")]
-
-
-def test_a_successor_of_an_earlier_supervisor_is_not_asked_for_again() -> None:
-    slurm = Slurm(alive={"101"})
-    slurm.end.hand_over(EndState.TIMED_OUT, "soon")
-    assert slurm.finish().goes_on and slurm.all("arrange") == []
 
 
 HAND_OVERS = [EndState.TIMED_OUT, EndState.REQUEUED, EndState.NODE_FAILED, EndState.PREEMPTED]

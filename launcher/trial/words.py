@@ -29,15 +29,10 @@ class TrialState(StrEnum):
     LOST = "LOST"
     UNKNOWN = "UNKNOWN"
 
-    @classmethod
-    def of(cls, word: str | None) -> "TrialState":
-        """The state that a record names; UNKNOWN if it is none of ours."""
-        return cls(word) if word is not None and word in tuple(cls) else cls.UNKNOWN
-
 
 NOT_STARTED = (TrialState.QUEUED, TrialState.BLOCKED, TrialState.HELD, TrialState.REQUEUED)
 """SLURM has not started it, or has put it back."""
-_ENDS_OF_ATTEMPTS = frozenset(TrialState.of(state) for state in EndState)
+_ENDS_OF_ATTEMPTS = frozenset(map(TrialState, EndState))
 _GOES_ON = {TrialState.REQUEUED, TrialState.UNKNOWN}
 FINAL_STATES = _ENDS_OF_ATTEMPTS - _GOES_ON
 """Nothing of it runs any more."""
