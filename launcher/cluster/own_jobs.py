@@ -1,6 +1,6 @@
 """Which jobs of a user are a trial's, and as what: by the comment, or by id and name where a site rewrites comments.
 
-submission --job id--> control/jobs/7.json   {"name": "exp.trial", "allocation": "head", "attempt": 0}
+submission --job id--> control/jobs/7.json   {"name": "exp.trial", "allocation": "head", "attempt": 0, "after": ""}
 
 a job of the queue --comment of corral--> the trial of its uuid
              +--none, but a name like ours--> control/jobs/ID.json of the same name --> this trial
@@ -13,11 +13,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from corral.experiments.trial.directory import TrialDirectory, atomic_write, validate_name
+from corral.experiments.trial.directory import TrialDirectory, atomic_write, list_names, validate_name
 from corral.launcher.cluster.jobs import Job
 
 if TYPE_CHECKING:  # rl-status reads plans without the schema, which takes longer to import than it takes to answer
@@ -39,6 +40,8 @@ class JobNote(msgspec.Struct, frozen=True, kw_only=True):
     """`head`, or the name of a job beside it."""
     attempt: int
     """That asked for it; -1 if the job does not say."""
+    after: str = ""
+    """The job after whose end it goes on with the trial; "" if it follows none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +81,23 @@ class OwnJobs:
     claimed_by: str = ""
     _notes: dict[str, JobNote | None] = field(default_factory=dict)
 
-    def note(self, job_id: str, *, allocation: str = HEAD, attempt: int) -> None:
+    def note(self, job_id: str, *, allocation: str = HEAD, attempt: int, after: str = "") -> None:
         """Remembers a job that the cluster has taken.
 
         Raises:
             OSError: if it cannot be written; the comment still tells, where the site leaves it alone.
         """
         name = job_name(self.whose.experiment, self.whose.trial, allocation)
-        note = JobNote(name=name, allocation=allocation, attempt=attempt)
-        folder = self.directory.control_path / "jobs"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        atomic_write(folder / f"{job_id}.json", msgspec.json.encode(note))
+        note = JobNote(name=name, allocation=allocation, attempt=attempt, after=after)
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        atomic_write(self._folder / f"{job_id}.json", msgspec.json.encode(note))
         self._notes[job_id] = note
+
+    def successor_of(self, job_id: str) -> str:
+        """The job that was noted to go on after the end of this one, by an earlier supervisor or before a requeue."""
+        noted = [other for name in list_names(self._folder) if (other := name.removesuffix(".json")).isdecimal()]
+        followers = [other for other in noted if (note := self._note_of(other)) is not None and note.after == job_id]
+        return max(followers, key=int, default="")
 
     def identify(self, job: Job) -> JobNote | None:
         """What a job is to this trial; None if it is somebody else's."""
@@ -113,13 +121,17 @@ class OwnJobs:
         return [(job, note) for job in jobs if (note := self.identify(job)) is not None]
 
     @property
+    def _folder(self) -> Path:
+        return self.directory.control_path / "jobs"
+
+    @property
     def _stem(self) -> str:
         """What the names of all its jobs begin with."""
         return f"{self.whose.experiment}.{self.whose.trial}"[:_STEM]
 
     def _note_of(self, job_id: str) -> JobNote | None:
         if job_id not in self._notes:
-            path = self.directory.control_path / "jobs" / f"{job_id}.json"
+            path = self._folder / f"{job_id}.json"
             try:
                 self._notes[job_id] = msgspec.json.decode(path.read_bytes(), type=JobNote)
             except (OSError, msgspec.MsgspecError, UnicodeDecodeError):

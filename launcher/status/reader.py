@@ -6,11 +6,13 @@ A trial that has recorded its end costs a few small files; only those that may r
 Redis, several at a time. A directory that does not answer costs its own row, and no other.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from corral.experiments.trial.attempts import EndState, read_attempts, taken_away, why_not_another
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
@@ -20,7 +22,6 @@ from corral.experiments.trial.mode import has_jobs
 from corral.launcher.cluster.errors import answer_or
 from corral.launcher.cluster.jobs import JobPhase
 from corral.launcher.cluster.own_jobs import OwnJobs
-from corral.launcher.files.free_room import why_no_room
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.slurm.cached_queue import CachedQueue, QueueAnswer
 from corral.launcher.slurm.job_queue import SlurmQueue
@@ -34,6 +35,7 @@ from corral.launcher.trial.words import TrialState
 _CLUSTER_TIMEOUT_S = 10.0
 _REDIS_TIMEOUT_S = 1.0
 _READ_TIMEOUT_S = 60.0
+_FULL_BYTES: Final = 4 << 20  # what is left at times where the next write of any size fails
 _RECENT_S = 86400.0  # whose end nobody recorded a day ago is not asked after again and again
 
 TrialRead = tuple[TrialStatus, Evidence | None]
@@ -259,3 +261,24 @@ def _read_log(opened: Evidence) -> tuple[LogState, str]:
     if attempt is not None and state.is_stopped and state.next_slot <= attempt.start_slot:
         return LogState(next_slot=state.next_slot), ""  # that Stop ended the attempt before this one
     return state, ""
+
+
+def why_no_room(directory: Path) -> str:
+    """What is full, and the way out; empty while there is room, or where nobody can say. A quota is not seen.
+
+    Raises:
+        OSError: the directory is not there, or does not answer.
+    """
+    file_system = os.statvfs(directory)
+    if file_system.f_bavail * file_system.f_frsize < _FULL_BYTES:
+        what = f"disk of {directory} is full: {_megabytes(file_system.f_bavail, file_system.f_frsize)} MB of "
+        what += f"{_megabytes(file_system.f_blocks, file_system.f_frsize)} MB are free"
+    elif file_system.f_files and not file_system.f_favail:
+        what = f"disk of {directory} takes no more files: none of {file_system.f_files} is free"
+    else:
+        return ""
+    return f"the {what}; make room, and the trial goes on by itself"
+
+
+def _megabytes(blocks: int, block_bytes: int) -> str:
+    return f"{blocks * block_bytes / 1e6:,.1f}"

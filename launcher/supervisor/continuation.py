@@ -13,12 +13,8 @@ takes, and also if the cluster starts our job again by itself. Whether it may go
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-
-import msgspec
 
 from corral.experiments.trial.attempts import EndState
-from corral.experiments.trial.directory import TrialDirectory, atomic_write
 from corral.launcher.cluster.errors import ClusterError
 from corral.launcher.cluster.jobs import Job, JobPhase
 from corral.launcher.cluster.own_job import JobEnd, OwnJob
@@ -48,7 +44,7 @@ class Continuation:
 
     def __post_init__(self) -> None:
         self._own_jobs = OwnJobs(self.trial.directory, self.trial.plan.trial)
-        self.successor = read_successor(self.trial.directory, after=self.own.job_id)
+        self.successor = self._own_jobs.successor_of(self.own.job_id)
 
     def explain(self) -> JobEnd:
         """Why the cluster sends SIGTERM; records the nodes that failed, if it is that."""
@@ -71,7 +67,7 @@ class Continuation:
         except ClusterError as error:
             self.record("successor_refused", cause=str(error))
             return str(error)
-        self._remember(self.successor)
+        self._remember(self.successor, after=after)
         self.record("successor_submitted", job_id=self.successor, after=after, excluded=excluded)
         return ""
 
@@ -86,8 +82,8 @@ class Continuation:
             self.record("successor_not_cancelled", job_id=self.successor, cause=str(error))
             return
         self.record("successor_cancelled", job_id=self.successor)
+        self._remember(self.successor, after="")
         self.successor = ""
-        self._remember("")
 
     def requeue(self) -> str:
         """Lets the cluster start our own job again, which ends it now; returns why not, or ""."""
@@ -117,29 +113,14 @@ class Continuation:
             if job.is_staying and not is_ours:
                 self.cluster.cancel(job.job_id)
 
-    def _remember(self, successor: str) -> None:
-        """Notes which job goes on after ours has ended; "" if none is to."""
+    def _remember(self, successor: str, *, after: str) -> None:
+        """Notes after which job's end it goes on; "" if after none."""
         try:
-            noted = msgspec.json.encode({"job_id": successor, "after": self.own.job_id})
-            atomic_write(_successor_path(self.trial.directory), noted)
-            if successor:
-                self._own_jobs.note(successor, attempt=-1)  # which attempt it makes is known when it starts
+            # Which attempt it makes is known when it starts.
+            self._own_jobs.note(successor, attempt=-1, after=after)
         except OSError as error:
             self.record("successor_not_written", job_id=successor, cause=str(error))
 
     def _is_successor(self, job: Job) -> bool:
         is_waiting = job.phase is JobPhase.WAITING and job.job_id != self.own.job_id
         return is_waiting and is_head_of(self._own_jobs)(job)
-
-
-def read_successor(directory: TrialDirectory, *, after: str) -> str:
-    """The successor that waits for the end of this job: of an earlier supervisor, or of before a requeue; or ""."""
-    try:
-        noted = msgspec.json.decode(_successor_path(directory).read_bytes(), type=dict[str, str])
-    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-        return ""
-    return noted.get("job_id", "") if noted.get("after") == after else ""
-
-
-def _successor_path(directory: TrialDirectory) -> Path:
-    return directory.control_path / "successor.json"

@@ -11,7 +11,7 @@ import typer
 from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.logs import logs
 from corral.launcher.commands.status import status
-from corral.launcher.files.free_room import why_no_room
+from corral.launcher.status.reader import why_no_room
 from tests.launcher.conftest import MakeTrial
 
 ROOMY = {"f_frsize": 4096, "f_blocks": 10_000, "f_bavail": 5_000, "f_files": 100, "f_favail": 50}

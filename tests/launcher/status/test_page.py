@@ -110,7 +110,7 @@ def test_what_ended_long_ago_is_counted_and_not_read(fileroot: Path, monkeypatch
     assert set(rows(page(fileroot, show_all=True).all_trials())) == {"done-0", "done-1", "done-2"}
     found = page(fileroot).all_trials()
     assert "done-0" in found and "2 trials that ended more than a day ago are not shown; rl-status -a" in found
-    monkeypatch.setattr("corral.launcher.status.trial_list.load_facts", None)  # nobody reads them again
+    monkeypatch.setattr("corral.launcher.status.page.load_facts", None)  # nobody reads them again
     (directory.path.parent / "done-0" / "plan.json").unlink()
     assert page(fileroot).all_trials() == found.splitlines()[-1]
 
