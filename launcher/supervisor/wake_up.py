@@ -8,7 +8,7 @@ import os
 import select
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
@@ -58,11 +58,9 @@ class WakeUp:
     def wait(self, timeout_s: float) -> None:
         """Until something happens, or the time is over."""
         select.select([self._read_end], [], [], timeout_s)
-        try:
+        with suppress(BlockingIOError):  # once the pipe is empty: what woke the loop has happened, however often
             while os.read(self._read_end, 4096):
-                pass
-        except BlockingIOError:
-            return
+                continue
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(signal.Signals(number))

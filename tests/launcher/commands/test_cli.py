@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +169,15 @@ def test_slurm_commands_that_are_missing_are_named(experiment: Path, tmp_path: P
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_a_wrong_command_line_is_an_error_like_all_others(
-    command: str, arguments: list[str], words: str, tmp_path: Path
+    command: str, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refused = run(command, *arguments, fileroot=tmp_path)
-    assert refused.returncode == 2
-    assert refused.stdout == ""
-    message, hint = refused.stderr.splitlines()
-    assert message.startswith("error: ") and words in refused.stderr
+    monkeypatch.setattr(sys, "argv", [command, *arguments])
+    with pytest.raises(SystemExit) as refused:
+        import_module(f"corral.launcher.commands.{command.removeprefix('rl-')}").main()
+    printed = capsys.readouterr()
+    assert refused.value.code == 2 and printed.out == ""
+    message, hint = printed.err.splitlines()
+    assert message.startswith("error: ") and words in printed.err
     assert hint in (f"  hint: {command} --help shows what there is", f"  hint: {words}")
 
 
@@ -227,23 +230,10 @@ def test_a_name_that_two_experiments_use_is_refused_with_both(make_trial: MakeTr
     assert "one/same" in ambiguous.stderr and "two/same" in ambiguous.stderr
 
 
-def test_rl_stop_checkpoints_and_rl_status_shows_the_end(make_trial: MakeTrial, tmp_path: Path) -> None:
-    trial = make_trial({"master_worker/0": ["master 3"]})
-    trial.start()
-    trial.wait_for_workers()
-    stopped = run("rl-stop", "trial", fileroot=tmp_path)
-    assert stopped.returncode == 0, stopped.stderr
-    assert "exp/trial STOPPED: checkpointed at step 3" in stopped.stdout
-    assert trial.wait() == 0
-    again = run("rl-stop", "exp/trial", fileroot=tmp_path)
-    assert again.returncode == 0 and "STOPPED" in again.stdout
-    shown = run("rl-status", "-o", "json", fileroot=tmp_path)
-    (status,) = json.loads(shown.stdout)
-    assert (status["state"], status["step"], status["total_steps"]) == ("STOPPED", 3, 3)
-
-
-def test_rl_stop_of_a_group_keeps_it_down_until_it_is_undone(make_trial: MakeTrial, tmp_path: Path) -> None:
-    trial = make_trial({"master_worker/0": ["master"], "generation_server/0": ["linger 1"]})
+def test_rl_stop_keeps_a_group_down_until_it_is_undone_and_checkpoints_before_the_end(
+    make_trial: MakeTrial, tmp_path: Path
+) -> None:
+    trial = make_trial({"master_worker/0": ["master 3"], "generation_server/0": ["linger 1", "wait"]})
     trial.start()
     trial.wait_for_workers()
     stopped = run("rl-stop", "trial", "--group", "generation_server", fileroot=tmp_path)
@@ -256,7 +246,14 @@ def test_rl_stop_of_a_group_keeps_it_down_until_it_is_undone(make_trial: MakeTri
     assert undone.returncode == 0, undone.stderr
     wait_until(lambda: len(trial.starts("generation_server/0")) == 2, "the server to be started again")
     assert not trial.events("unit_restarting")
-    assert run("rl-stop", "trial", "--now", fileroot=tmp_path).returncode == 0
+    stopped = run("rl-stop", "trial", fileroot=tmp_path)
+    assert stopped.returncode == 0, stopped.stderr
+    assert "exp/trial STOPPED: checkpointed at step 3" in stopped.stdout
+    assert trial.wait() == 0
+    again = run("rl-stop", "exp/trial", fileroot=tmp_path)
+    assert again.returncode == 0 and "STOPPED" in again.stdout
+    (status,) = json.loads(run("rl-status", "-o", "json", fileroot=tmp_path).stdout)
+    assert (status["state"], status["step"], status["total_steps"]) == ("STOPPED", 3, 3)
 
 
 def test_rl_logs_shows_lines_paths_and_the_first_failure(make_trial: MakeTrial, tmp_path: Path) -> None:
