@@ -366,6 +366,12 @@ class AsyncPPOExperiment(PolicyExperiment):
                 "ppo.use_decoupled_loss their rounding counts as learning in ppo.eps_clip; set it to true, and "
                 "ppo.behav_imp_weight_mode to truncate"
             )
+        if self.rollout.token_timeout_s < self.weights.update_timeout_s:
+            yield (
+                f"rollout.token_timeout_s: {self.rollout.token_timeout_s:g} is less than weights.update_timeout_s: "
+                f"{self.weights.update_timeout_s:g}, so a server that reads weights for as long is taken for hung; "
+                f"raise it to {self.weights.update_timeout_s:g}"
+            )
         if self.rollout.spare_answers:
             yield (
                 f"rollout.spare_answers: {self.rollout.spare_answers}: of {self.ppo.group_size} + "

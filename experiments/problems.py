@@ -9,24 +9,28 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from corral.experiments.checks.data import MODEL_CONTEXT, check_dataset, check_length
+from corral.experiments.checks.placement import ANY_NODE, place_groups
 from corral.experiments.checks.training import check_layouts
 from corral.experiments.config.cluster import ClusterConfig, GroupsConfig
 from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.config.rollout import RewardConfig
 from corral.experiments.config.tracking import PACKAGE_BY_TRACKER, TrackingConfig
-from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, did_you_mean, split_remedy
+from corral.experiments.errors import (
+    ConfigError,
+    ConfigProblem,
+    KeyPath,
+    UnsatisfiableError,
+    did_you_mean,
+    split_remedy,
+)
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
 from corral.experiments.inputs.parameters import check_lora
-from corral.scheduling.placement import NodeShape, most_tasks_that_fit, place
-from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.worker_information import WorkerKind
 
 # Checks of groups of workers: as many as the allocation says, images that can run, nodes that they fit on.
 
-# What the file leaves open, only the cluster can tell.
 _LEAST_MEM_MB = 200  # a worker without torch has 150 MB once it has imported its modules
-_ANY_NODE = NodeShape(cpus=1 << 20, gpus=1 << 12, mem_mb=1 << 40)
 
 
 def check_groups(groups: GroupsConfig, expected_count: Mapping[WorkerKind, int | None]) -> Iterator[ConfigProblem]:
@@ -87,41 +91,6 @@ def check_containers(groups: GroupsConfig, cluster: ClusterConfig) -> Iterator[C
                 )
 
 
-def check_placement(scheduling: ExperimentScheduling, cluster: ClusterConfig) -> Iterator[ConfigProblem]:
-    """Groups that do not fit the nodes that the configuration describes."""
-    shape = cluster.node_shape(_ANY_NODE)
-    try:
-        place(scheduling, shape, max_nodes=cluster.max_nodes)
-    except ValueError as error:
-        sizes = {"CPUs": cluster.cpus_per_node, "GPUs": cluster.gpus_per_node, "MB": cluster.mem_per_node}
-        size = ", ".join(f"{number} {unit}" for unit, number in sizes.items() if number is not None)
-        nearest = "; ".join(_what_fits(scheduling, shape, max_nodes=cluster.max_nodes))
-        otherwise = "change the groups' scheduling (gpu: 0 runs on CPUs), the allocation, or the cluster's description"
-        yield ConfigProblem(
-            f"the groups cannot be placed on {cluster.max_nodes or 'any number of'} node(s) of {size}: {error}",
-            f"{nearest}; or {otherwise}" if nearest else otherwise,
-            path=("cluster",),
-        )
-
-
-def _what_fits(scheduling: ExperimentScheduling, shape: NodeShape, *, max_nodes: int | None) -> Iterator[str]:
-    """The nearest numbers with which the groups could be placed; nothing where a single task is too large."""
-    try:
-        enough = place(scheduling, shape).num_nodes
-    except ValueError:
-        return
-    yield f"{enough} such nodes are enough (cluster.max_nodes)"
-    ranks, rollout = scheduling["model_worker"], scheduling.get("rollout_worker")
-    follows = rollout is not None and rollout.count == ranks.count
-    kinds: tuple[WorkerKind, ...] = ("model_worker", "rollout_worker") if follows else ("model_worker",)
-    if count := most_tasks_that_fit(scheduling, kinds, shape, max_nodes=max_nodes):
-        also = ", with as many rollout workers," if follows else ""
-        yield f"{count} of {ranks.count} model workers{also} fit beside the others"
-    servers = scheduling.get("generation_server")
-    if servers and (count := most_tasks_that_fit(scheduling, ("generation_server",), shape, max_nodes=max_nodes)):
-        yield f"{count} of {servers.count} generation servers fit beside the others"
-
-
 def find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
     """All of it; reads the dataset and looks at the models' folders.
 
@@ -159,7 +128,13 @@ def _of_groups(experiment: Experiment) -> Iterator[ConfigProblem]:
         *check_groups(experiment.groups, experiment.expected_counts),
         *check_containers(experiment.groups, experiment.cluster),
     ]
-    yield from problems or check_placement(experiment.scheduling_setup(), experiment.cluster)
+    yield from problems
+    if not problems:
+        cluster = experiment.cluster
+        try:
+            place_groups(experiment.scheduling_setup(), cluster.node_shape(ANY_NODE), max_nodes=cluster.max_nodes)
+        except UnsatisfiableError as error:
+            yield from error.problems
 
 
 def _of_models(experiment: Experiment) -> Iterator[ConfigProblem]:

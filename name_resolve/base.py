@@ -75,7 +75,7 @@ class NameServiceUnavailableError(NameServiceError):
 
 logger = logging.getLogger(__name__)
 
-_MAX_BEAT_INTERVAL_S = 5.0  # however long the TTL, a Redis that lost everything has each lease back within 10 s
+MAX_BEAT_INTERVAL_S = 5.0  # however long the TTL, a Redis that lost everything has each lease back within 10 s
 _RETRY_INTERVAL_S = 0.5  # while unreachable: soon enough to be back before watchers' patience ends
 _RELEASE_PATIENCE_S = 2.0  # a record that cannot be deleted expires anyway; leaving must not take long
 
@@ -220,7 +220,7 @@ class Keepalive:
             self.exchange(leases)
         except Exception as error:  # whatever went wrong, a worker whose keepalive died would look dead while it works
             self._note_failure(leases, error)
-        longest_s = _RETRY_INTERVAL_S if self._is_failing else _MAX_BEAT_INTERVAL_S
+        longest_s = _RETRY_INTERVAL_S if self._is_failing else MAX_BEAT_INTERVAL_S
         self._due_at_s = time.monotonic() + min([longest_s, *map(_beat_interval_s, self._leases.values())])
 
     def exchange(self, leases: Sequence[Lease]) -> None:
@@ -249,7 +249,7 @@ class Keepalive:
 
 
 def _beat_interval_s(lease: Lease) -> float:
-    return min(_MAX_BEAT_INTERVAL_S, (lease._put.ttl_s or math.inf) / 3)
+    return min(MAX_BEAT_INTERVAL_S, (lease._put.ttl_s or math.inf) / 3)
 
 
 # Names: '/'-separated segments, and what lies in a subtree. Pure.

@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 
-from corral.experiments.errors import ConfigError, KeyPath, UnsatisfiableError
+from corral.experiments.checks.placement import place_groups
+from corral.experiments.errors import ConfigError, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, AllocationRole, Layout, Step
-from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement, PlacementError, place
+from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement
 from corral.scheduling.scheduling import NEEDS, TIMES, AllocationNeeds, Scheduling, TasksGroup
 from corral.scheduling.worker_information import LayoutKind, WorkerKind, parse_worker_id, worker_id
 
@@ -280,23 +281,7 @@ def _place(
             hint="raise cluster.max_nodes, or let all groups share an allocation",
             path=("cluster", "max_nodes"),
         )
-    try:
-        return place(groups, shape, has_slack=role == "head", max_nodes=max_nodes)
-    except PlacementError as error:
-        raise UnsatisfiableError.of(
-            f"trial can never start: {error}",
-            hint="a node's shape is what SLURM gives to jobs"
-            + (f" ({shape.rules})" if shape.rules else "")
-            + ", or cluster.cpus_per_node, cluster.mem_per_node and cluster.gpus_per_node",
-            path=_path_of(error),
-        ) from error
-
-
-def _path_of(error: PlacementError) -> KeyPath:
-    """The key that decides how much of the resource a task takes."""
-    if (error.kind, error.resource) == ("generation_server", "gpu"):
-        return ("allocation",)
-    return ("groups", error.kind, "scheduling", error.resource)
+    return place_groups(groups, shape, has_slack=role == "head", max_nodes=max_nodes)
 
 
 def _shape(plan: RunPlan, partition: str | None, shapes: NodeShapes) -> NodeShape:

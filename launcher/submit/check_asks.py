@@ -120,11 +120,9 @@ def _task_problems(ask: Ask, plan: RunPlan, partition: str, facts: ClusterFacts)
         message = "with cluster.gpu_request none, SLURM does not know how many GPUs a node has"
         hint, path = "set cluster.gpus_per_node", ("cluster", "gpus_per_node")
         yield ConfigProblem(message, hint, path=path, evidence=evidence)
-    for one in counted(plan):
-        field, asked = one.of_task, getattr(task, one.of_task)
-        most, biggest = facts.biggest(partition, one, task.gpu_type)
-        if asked <= most:
-            continue
+    wanted = {one.of_task: getattr(task, one.of_task) for one in counted(plan)}
+    for one, most, biggest in facts.shortfalls(partition, counted(plan), wanted, task.gpu_type):
+        field, asked = one.of_task, wanted[one.of_task]
         if field == "gpu" and not most:
             field, message, hint = _wrong_gpus(ask, partition, facts)
         else:

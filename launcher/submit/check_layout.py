@@ -216,17 +216,15 @@ class Part:
 
     def _too_big(self, name: str) -> ConfigProblem:
         allocation, evidence = self.allocation, shlex.join(nodes_command(name))
-        for one in counted(self.plan):
-            asked, setting = getattr(allocation, one.of_allocation), one.setting
-            offered, biggest = self.facts.biggest(name, one, allocation.gpu_type)
-            if asked > offered:
-                return self._problem(
-                    f"{asked} {one.unit} on one node; {biggest}",
-                    hint=f"set cluster.{setting} to at most {offered}, or leave it out, so that the trial is spread "
-                    "over more nodes; or ask for less",
-                    path=self.source.first_given(("cluster", setting), self.count()),
-                    evidence=evidence,
-                )
+        wanted = {one.of_task: getattr(allocation, one.of_allocation) for one in counted(self.plan)}
+        for one, offered, biggest in self.facts.shortfalls(name, counted(self.plan), wanted, allocation.gpu_type):
+            return self._problem(
+                f"{wanted[one.of_task]} {one.unit} on one node; {biggest}",
+                hint=f"set cluster.{one.setting} to at most {offered}, or leave it out, so that the trial is spread "
+                "over more nodes; or ask for less",
+                path=self.source.first_given(("cluster", one.setting), self.count()),
+                evidence=evidence,
+            )
         return self._problem(
             f"{share_of_node(allocation)} together on one node, and no usable node of partition {name!r} has them",
             hint="ask for less per node, choose another partition, or exclude fewer nodes",

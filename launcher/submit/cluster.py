@@ -9,7 +9,7 @@ sacctmgr where there is accounting        -> accounts, QOS and their limits
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -104,6 +104,19 @@ class ClusterFacts:
         return most, (
             f"the biggest node of partition {partition!r} has {most} ({some_of(node.name for node in biggest)}{rule})"
         )
+
+    def shortfalls(
+        self, partition: str, resources: Iterable["Resource"], asked: Mapping[str, int], gpu_type: str | None
+    ) -> Iterator[tuple["Resource", int, str]]:
+        """What no node of a partition has enough of, with the most of it on one node and a sentence on these nodes.
+
+        Args:
+            asked: of one node, by the field of a task.
+        """
+        for one in resources:
+            most, biggest = self.biggest(partition, one, gpu_type)
+            if asked[one.of_task] > most:
+                yield one, most, biggest
 
     def allowed(self, partition: str, options: Mapping[str, str]) -> list[Node]:
         """The nodes of a partition that a job with these options may get beside those that it names."""

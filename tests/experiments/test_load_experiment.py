@@ -58,6 +58,14 @@ def test_max_staleness_is_another_name_of_max_head_offpolicyness(folder: Path) -
         _ppo(folder, "rollout.max_head_offpolicyness=2")
 
 
+def test_a_deadline_for_tokens_that_is_shorter_than_an_update_of_weights_is_told(folder: Path) -> None:
+    assert not [line for line in _ppo(folder).find_warnings() if "token_timeout_s" in line]
+    (told,) = (
+        line for line in _ppo(folder, "rollout.token_timeout_s=100").find_warnings() if "token_timeout_s" in line
+    )
+    assert "weights.update_timeout_s: 300" in told and "raise it to 300" in told
+
+
 def test_overrides_win_and_the_last_one_most(folder: Path) -> None:
     experiment = _ppo(folder, "actor.optimizer.lr=1e-5", "seed=8", "seed=9", "rollout.sampling.top_p=0.5")
     assert (experiment.actor.optimizer.lr, experiment.seed, experiment.rollout.sampling.top_p) == (1e-5, 9, 0.5)

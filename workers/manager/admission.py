@@ -25,12 +25,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from corral.name_resolve.base import MAX_BEAT_INTERVAL_S
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.staleness import StalenessGate
 from corral.workers.manager.least_loaded import LeastLoaded
 from corral.workers.requests.manager_messages import Allocation, Outcome, WaitingFor
 
 RECORD_GRACE_S: Final = 12.0  # a name service that lost everything has the manager's record back within 10 s
+assert RECORD_GRACE_S > 2 * MAX_BEAT_INTERVAL_S
 SPOOL_GRACE_S: Final = 60.0  # a worker that is started again delivers what it has made; then others make it anew
 
 
