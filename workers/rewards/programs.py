@@ -2,7 +2,7 @@
 
     answer ──its last block of code, else all of it──► program.py in a new sandbox
     each test ──► one run ──► passed, or not                          shares: unit_tests; all or nothing: all_unit_tests
-                     └── no sandbox: SandboxError, a failure of the reward and no zero
+                     └── no sandbox: BubblewrapError, a failure of the reward and no zero
 
 A row has `tests`, a list of either
 
@@ -25,7 +25,7 @@ from secrets import token_hex
 from typing import Any
 
 from corral.workers.rewards.contract import Problem
-from corral.workers.sandbox.base import Limits, Sandbox, needs_sandbox
+from corral.workers.sandbox.base import Limits, needs_sandbox
 from corral.workers.sandbox.bubblewrap import Bubblewrap
 
 _FENCED = re.compile(r"^ {0,3}```[^\n`]*\n(.*?)^ {0,3}```[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -98,7 +98,7 @@ async def _count_passed(answer: str, tests: Sequence[Any], *, stops_at_failure: 
     return passed
 
 
-async def _run(sandbox: Sandbox, test: Any) -> tuple[bool, bool]:
+async def _run(sandbox: Bubblewrap, test: Any) -> tuple[bool, bool]:
     """Whether the program passes, and whether it did not run out of time."""
     limits, python = Limits(cpu_s=_CPU_S), [sys.executable, "-I"]
     if _is_case(test):

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from corral.workers.sandbox.base import SandboxError
-from corral.workers.sandbox.bubblewrap import Bubblewrap
-from corral.workers.sandbox.run import shown
+from corral.workers.sandbox.bubblewrap import Bubblewrap, shown
 
 _TIMEOUT_S = 60.0  # Python from a cold file server
 _INSTALL = "install the package bubblewrap, 0.8 or newer"

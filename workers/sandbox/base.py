@@ -1,4 +1,4 @@
-"""What runs a program that nobody trusts: the seam, its limits, and what it says of a run.
+"""A program that nobody trusts, in a sandbox: its limits, and what is said of its run.
 
     upload ──► work directory ◄── exec ──► Result: exit code or signal, output, which limit ended it
                     └──► download              └── no sandbox, no result: SandboxError
@@ -7,9 +7,9 @@ What the program does wrong is in the result. That a sandbox cannot be made, or 
 of the program.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -66,42 +66,6 @@ class Result:
     def is_success(self) -> bool:
         """Whether it ended by itself, with 0."""
         return self.exit_code == 0
-
-
-class Sandbox(Protocol):
-    """A work directory that no program leaves. Each run has processes of its own, and finds the files of those before.
-
-    Example:
-        >>> async with await Bubblewrap.create() as sandbox:
-        ...     await sandbox.upload("program.py", b"print(6 * 7)")
-        ...     result = await sandbox.exec(["python3", "program.py"], timeout_s=5.0)  # result.stdout == b"42\\n"
-    """
-
-    async def exec(
-        self, command: Sequence[str], *, stdin: bytes = b"", timeout_s: float, limits: Limits | None = None
-    ) -> Result:
-        """Runs a command and ends whatever it has started; several may run at a time, each with limits of its own.
-
-        Raises:
-            SandboxError: if it could not be started.
-        """
-        ...
-
-    async def upload(self, path: str, content: bytes) -> None:
-        """Writes a file, with the folders above it; SandboxFileError if that cannot be."""
-        ...
-
-    async def download(self, path: str) -> bytes:
-        """Reads a file, of `Limits.file_bytes` at most; SandboxFileError if that cannot be."""
-        ...
-
-    async def close(self) -> None:
-        """Ends what runs, and removes the work directory."""
-        ...
-
-    async def __aenter__(self) -> "Sandbox": ...
-
-    async def __aexit__(self, *_: object) -> None: ...
 
 
 def needs_sandbox(function: FunctionT) -> FunctionT:

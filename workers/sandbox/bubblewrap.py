@@ -3,6 +3,16 @@
     create ──► holder: a mount namespace with one bounded tmpfs, which is the disk; it ends when its stdin closes
     exec   ──► nsenter holder ──► bwrap ──► process 1 of a process namespace ──► prlimit ──► gate ──► command
 
+One run, from bwrap's start until all that it started is gone:
+
+    bwrap ──status: process 1──► look every 50 ms ──too much──┐
+      │                                deadline, end() ───────┴──SIGKILL──► process 1, and with it its namespace
+      ├──output: the gate's line ──► go ahead;  then kept up to the limit, and dropped
+      └──status: exit code──► Result           none, and nobody ended it: SandboxError
+
+The command waits at a gate until bwrap has made everything, and each of its processes is tied to the one before. If
+this process is killed earlier, the command never begins; what bwrap has left half made is the holder's to end.
+
 Nothing of a sandbox outlives this process: bwrap is tied to the thread that started it, and what it starts to bwrap.
 The holder reads end of file, and ends its process group, where all of bwrap is until these ties are there.
 
@@ -19,21 +29,23 @@ RLIMIT_NPROC binds no process of root's. So root's sandboxes are of the user nob
 """
 
 import asyncio
+import json
+import mmap
 import os
 import platform
 import re
 import resource
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from corral.workers.sandbox.base import Limits, Result, SandboxError, SandboxFileError
 from corral.workers.sandbox.command import WRITABLE, bwrap, python_folders
-from corral.workers.sandbox.run import END_TIMEOUT_S, GATE, START_TIMEOUT_S, Run, shown, start_process
+from corral.workers.sandbox.seccomp import compiled_filter
 
 _FILE_TIMEOUT_S = 30.0
 _BYTES_PER_INODE = 8192  # each takes about 1 KB of the kernel's memory, which the size of a tmpfs does not count
@@ -55,16 +67,34 @@ kill -s KILL 0
 """
 _FIRST_TO_END = 'echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
 _WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1"'
+_START_TIMEOUT_S = 30.0  # of what takes milliseconds
+_END_TIMEOUT_S = 30.0  # after SIGKILL; a process that waits for a dead disk ends when that answers
+_LOOK_INTERVAL_S = 0.05
+_PIECE_BYTES = 1 << 16
+_SAID_BYTES = 500
+_GATE = ("/bin/sh", "-c", 'echo && read -r _ && exec "$@"', "sandbox")
+"""In the sandbox, before the command: it prints an empty line, and reads no more than one."""
+# What process 1 of a sandbox was started with can be read there.
+_ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C"}
+
+_Cause = Literal["", "time", "memory", "processes", "closed"]
+_PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 
 
 class Bubblewrap:
-    """One work directory, and runs in it; `create()` makes one."""
+    """A work directory that no program leaves. Each run has processes of its own, and finds the files of those before.
+
+    Example:
+        >>> async with await Bubblewrap.create() as sandbox:
+        ...     await sandbox.upload("program.py", b"print(6 * 7)")
+        ...     result = await sandbox.exec(["python3", "program.py"], timeout_s=5.0)  # result.stdout == b"42\\n"
+    """
 
     def __init__(self, holder: asyncio.subprocess.Process, *, program: str, folders: Sequence[Path]) -> None:
         self._holder = holder
         self._program = program
         self._read_only = {str(folder): f"/sys/{index}" for index, folder in enumerate(folders)}
-        self._runs: dict[asyncio.Task[Result], Run] = {}
+        self._runs: dict[asyncio.Task[Result], _Run] = {}
 
     @classmethod
     async def create(cls, *, disk_bytes: int = 2**26, binds: Sequence[Path] | None = None) -> Self:
@@ -83,26 +113,30 @@ class Bubblewrap:
         folders = sorted(python_folders() if binds is None else binds)
         own = ["unshare", "--mount", *([] if _is_root() else ["--user", "--map-root-user"])]
         sizes = [str(disk_bytes), str(max(disk_bytes // _BYTES_PER_INODE, 256))]
-        holder = await start_process([*own, "/bin/sh", "-c", _HOLD, "sandbox", *sizes, *map(str, folders)], group=0)
+        holder = await _start_process([*own, "/bin/sh", "-c", _HOLD, "sandbox", *sizes, *map(str, folders)], group=0)
         sandbox = cls(holder, program=program, folders=folders)
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(_START_TIMEOUT_S):
                 await _wait_until_held(holder)
         except BaseException as error:
             await sandbox.close()
             if isinstance(error, TimeoutError):
-                raise SandboxError(f"no namespace of a sandbox's own within {START_TIMEOUT_S:g} s") from error
+                raise SandboxError(f"no namespace of a sandbox's own within {_START_TIMEOUT_S:g} s") from error
             raise
         return sandbox
 
     async def exec(
         self, command: Sequence[str], *, stdin: bytes = b"", timeout_s: float, limits: Limits | None = None
     ) -> Result:
-        """As `Sandbox` has it."""
+        """Runs a command and ends whatever it has started; several may run at a time, each with limits of its own.
+
+        Raises:
+            SandboxError: if it could not be started.
+        """
         limits = limits or Limits()
         if self._holder.returncode is not None:
             raise SandboxError("the sandbox is closed")
-        run = Run(limits, group=self._holder.pid)
+        run = _Run(limits, group=self._holder.pid)
         task = asyncio.ensure_future(
             run.result(partial(self._command, command, limits), stdin=stdin, timeout_s=timeout_s)
         )
@@ -116,13 +150,13 @@ class Bubblewrap:
                 await asyncio.wait([task])
 
     async def upload(self, path: str, content: bytes) -> None:
-        """As `Sandbox` has it."""
+        """Writes a file, with the folders above it; SandboxFileError if that cannot be."""
         written = await self.exec(["/bin/sh", "-c", _WRITE, "upload", path], stdin=content, timeout_s=_FILE_TIMEOUT_S)
         if not written.is_success:
             raise SandboxFileError(f"{path} could not be written in the sandbox: {shown(written.stderr)}")
 
     async def download(self, path: str) -> bytes:
-        """As `Sandbox` has it."""
+        """Reads a file, of `Limits.file_bytes` at most; SandboxFileError if that cannot be."""
         limits = Limits(output_bytes=Limits().file_bytes)
         command = ["head", "-c", str(limits.output_bytes + 1), "--", path]
         read = await self.exec(command, timeout_s=_FILE_TIMEOUT_S, limits=limits)
@@ -132,11 +166,11 @@ class Bubblewrap:
         return read.stdout
 
     async def close(self) -> None:
-        """As `Sandbox` has it."""
+        """Ends what runs, and removes the work directory."""
         for run in self._runs.values():
             run.end("closed")
         if self._runs:
-            await asyncio.wait(list(self._runs), timeout=END_TIMEOUT_S)  # who awaits them hears what becomes of them
+            await asyncio.wait(list(self._runs), timeout=_END_TIMEOUT_S)  # who awaits them hears what becomes of them
         if self._holder.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._holder.pid, signal.SIGKILL)
@@ -160,7 +194,7 @@ class Bubblewrap:
         else:
             enter += ["--user", "--preserve-credentials"]
         inner = bwrap(
-            ["prlimit", *_limit_options(limits), "--", *GATE, *command],
+            ["prlimit", *_limit_options(limits), "--", *_GATE, *command],
             program=self._program,
             read_only=self._read_only,
             writable={path: ("--bind", f"/sys/{Path(path).name}", path) for path in WRITABLE},
@@ -203,3 +237,258 @@ def _counts_processes_apart() -> bool:
 def _is_root() -> bool:
     """Root of the host, and not of a user namespace, who may be nobody in particular."""
     return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
+
+
+async def _start_process(
+    command: Sequence[str], *, group: int, descriptors: Sequence[int] = ()
+) -> asyncio.subprocess.Process:
+    """A process with pipes for all that it says and hears, and nothing of this one's environment.
+
+    Args:
+        group: of processes, that it joins; 0 is one of its own.
+
+    Raises:
+        SandboxError: if there is no such program.
+    """
+    pipe = asyncio.subprocess.PIPE
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            pass_fds=descriptors,
+            env=_ENVIRONMENT,
+            process_group=group,
+        )
+    except OSError as error:
+        raise SandboxError(f"{command[0]} cannot be started: {error.strerror}") from error
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL. Not by the process's own method, which may take the exit code from whom asyncio lets wait for it."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def shown(said: bytes) -> str:
+    """What a program has complained of, for an error's message."""
+    return said.decode(errors="replace").strip()[-_SAID_BYTES:] or "it said nothing"
+
+
+class _Run:
+    """A command that is ended by a limit, by `end()`, or by itself."""
+
+    def __init__(self, limits: Limits, *, group: int) -> None:
+        """
+        Args:
+            group: the processes that the holder ends at its end.
+        """
+        self._limits = limits
+        self._group = group
+        self._kernel_kills = _kernel_kills()
+        self._init: tuple[int, int] | None = None
+        self._is_told = asyncio.Event()
+        self._has_begun = asyncio.Event()
+        self._cause: _Cause = ""
+
+    async def result(self, command: Callable[[int, int], Sequence[str]], *, stdin: bytes, timeout_s: float) -> Result:
+        """What comes of it. Not to be cancelled: `end()` ends it.
+
+        Args:
+            command: bwrap's command line, with a _GATE in it, from the descriptors of its status and its filter.
+
+        Raises:
+            SandboxError: if it did not begin, or something else than it and its limits ended it.
+        """
+        process, status = await self._start(command)
+        outputs = asyncio.ensure_future(self._communicate(process, stdin))
+        watch = asyncio.ensure_future(self._watch(status))
+        try:
+            done, _ = await asyncio.wait([outputs], timeout=timeout_s)
+            if not done:
+                self.end("time")
+                done, _ = await asyncio.wait([outputs], timeout=_END_TIMEOUT_S)
+            if not done:
+                _kill(process)
+                outputs.cancel()
+                raise SandboxError(f"processes of a sandbox did not end within {_END_TIMEOUT_S:g} s of SIGKILL")
+        finally:
+            watch.cancel()
+            if self._init is not None:
+                os.close(self._init[1])
+                self._init = None
+        return self._judge(*outputs.result(), (await status.read()).splitlines())
+
+    def end(self, cause: _Cause) -> None:
+        """SIGKILL for all of it, at once or as soon as it can be: bwrap, if it is killed before it has told the number
+        of process 1, leaves a process that waits for it.
+        """
+        self._cause = self._cause or cause
+        if self._init is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._init[1], signal.SIGKILL)
+
+    async def _start(
+        self, command: Callable[[int, int], Sequence[str]]
+    ) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
+        status, status_end = os.pipe()
+        filter_end, filled = os.pipe()
+        try:
+            with os.fdopen(filled, "wb") as file:
+                file.write(compiled_filter())
+            reader = asyncio.StreamReader()
+            await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(status, "rb", buffering=0)
+            )
+            descriptors = status_end, filter_end
+            return await _start_process(command(*descriptors), group=self._group, descriptors=descriptors), reader
+        finally:
+            os.close(status_end)
+            os.close(filter_end)
+
+    async def _communicate(self, process: asyncio.subprocess.Process, stdin: bytes) -> "tuple[_Kept, _Kept]":
+        assert process.stdin and process.stdout and process.stderr, "it was started with pipes"
+        kept = _Kept(self._limits.output_bytes), _Kept(self._limits.output_bytes)
+        await asyncio.gather(
+            self._feed(process.stdin, stdin),
+            self._hear(process.stdout, kept[0]),
+            kept[1].read(process.stderr),
+            process.wait(),
+        )
+        if self._init is not None:
+            await _ended(self._init[1])  # bwrap ends when the command has, and process 1 when all others have
+        return kept
+
+    async def _feed(self, stream: asyncio.StreamWriter, content: bytes) -> None:
+        await self._has_begun.wait()
+        with suppress(ConnectionError):  # it did not want to hear it all
+            stream.write(b"\n" + content)
+            await stream.drain()
+            stream.close()
+            await stream.wait_closed()
+
+    async def _hear(self, stream: asyncio.StreamReader, kept: "_Kept") -> None:
+        await stream.readline()  # the gate's; nothing if bwrap has failed
+        await self._is_told.wait()
+        self._has_begun.set()
+        await kept.read(stream)
+
+    async def _watch(self, status: asyncio.StreamReader) -> None:
+        """Waits for the number of process 1, then looks at what all of them hold."""
+        line = await status.readline()
+        self._is_told.set()
+        if not line:
+            return  # it has ended before
+        number = json.loads(line)["child-pid"]
+        with suppress(ProcessLookupError):
+            self._init = number, os.pidfd_open(number)
+        if self._cause:
+            self.end(self._cause)
+        while True:
+            processes, memory_bytes = _look(number, memory_limit_bytes=self._limits.memory_bytes)
+            if memory_bytes > self._limits.memory_bytes:
+                self.end("memory")
+            elif processes > self._limits.processes + 1:  # process 1 is bwrap's
+                self.end("processes")
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+
+    def _judge(self, stdout: "_Kept", stderr: "_Kept", status: Sequence[bytes]) -> Result:
+        told = [json.loads(line) for line in status]
+        code = next((each["exit-code"] for each in told if "exit-code" in each), None)
+        if self._cause == "closed":
+            raise SandboxError("the sandbox was closed while something ran in it")
+        if not self._cause and code is None:
+            raise SandboxError(f"a sandbox did not begin, or was ended from outside: {shown(stderr.content)}")
+        number = code - 128 if code is not None and code > 128 else None
+        if not self._cause and number == signal.SIGKILL and _kernel_kills() > self._kernel_kills:
+            raise SandboxError("the kernel ran out of memory, and may have ended what ran in a sandbox")
+        return Result(
+            exit_code=None if self._cause or number is not None else code,
+            signal=int(signal.SIGKILL) if self._cause else number,
+            stdout=stdout.content,
+            stderr=stderr.content,
+            stdout_dropped_bytes=stdout.dropped_bytes,
+            stderr_dropped_bytes=stderr.dropped_bytes,
+            timed_out=self._cause == "time" or number == signal.SIGXCPU,
+            out_of_memory=self._cause == "memory",
+            too_many_processes=self._cause == "processes",
+        )
+
+
+class _Kept:
+    """The beginning of a stream."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._kept = bytearray()
+        self.dropped_bytes = 0
+
+    @property
+    def content(self) -> bytes:
+        return bytes(self._kept)
+
+    async def read(self, stream: asyncio.StreamReader) -> None:
+        while piece := await stream.read(_PIECE_BYTES):
+            room = self._limit_bytes - len(self._kept)
+            self._kept += piece[:room]
+            self.dropped_bytes += max(len(piece) - room, 0)
+
+
+async def _ended(process: int) -> None:
+    """Waits for the end of a process, by its descriptor."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(process, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(process)
+
+
+def _kernel_kills() -> int:
+    """How many processes the kernel has ended for memory on this host, in whatever group."""
+    words = Path("/proc/vmstat").read_text().split()
+    return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
+
+
+def _look(init: int, *, memory_limit_bytes: int) -> tuple[int, int]:
+    """How many processes a sandbox has now, and their resident bytes, where pages that several share count once if it
+    matters; 0 before it has begun, and once it is over. The proc file system of its own lists just them.
+
+    Args:
+        init: process 1 of the sandbox, by its number outside.
+        memory_limit_bytes: below it, an upper bound of the memory is enough.
+    """
+    # A sandbox cannot mount anything there: it has no capabilities, and its root is read-only.
+    proc = f"/proc/{init}/root/proc"
+    try:
+        if os.stat(proc).st_dev == os.stat("/proc").st_dev:
+            return 0, 0  # it is being made, and still sees this one
+        numbers = [name for name in os.listdir(proc) if name.isdecimal()]
+    except OSError:
+        return 0, 0
+    resident = sum(_resident_bytes(content) for content in _read(proc, numbers, "statm"))
+    if resident > memory_limit_bytes:  # each page counts in every process that has it, as after a fork
+        resident = sum(_shared_out_bytes(content) for content in _read(proc, numbers, "smaps_rollup"))
+    return len(numbers), resident
+
+
+def _read(proc: str, numbers: list[str], name: str) -> Iterator[bytes]:
+    """The file of each process that is still there."""
+    for number in numbers:
+        try:
+            with open(f"{proc}/{number}/{name}", "rb") as file:
+                yield file.read()
+        except OSError:
+            continue
+
+
+def _resident_bytes(statm: bytes) -> int:
+    return int(statm.split()[1]) * mmap.PAGESIZE
+
+
+def _shared_out_bytes(rollup: bytes) -> int:
+    """Each page divided by how many processes have it."""
+    found = _PSS.search(rollup)
+    return int(found[1]) * 1024 if found else 0

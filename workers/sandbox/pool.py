@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
-from corral.workers.sandbox.base import Sandbox, SandboxError
+from corral.workers.sandbox.base import SandboxError
 from corral.workers.sandbox.bubblewrap import Bubblewrap
 
 ResultT = TypeVar("ResultT")
-Work = Callable[[Sandbox], Awaitable[ResultT]]
+Work = Callable[[Bubblewrap], Awaitable[ResultT]]
 """What is done with one sandbox. Its own deadlines bound how long it has it."""
 
 
@@ -30,9 +30,7 @@ class SandboxPool:
         ...     pool.use_now(answer)  # b"42\\n"; in a coroutine: await pool.use(answer)
     """
 
-    def __init__(
-        self, number: int, *, wait_s: float = 60.0, create: Callable[[], Awaitable[Sandbox]] = Bubblewrap.create
-    ) -> None:
+    def __init__(self, number: int, *, wait_s: float = 60.0) -> None:
         """
         Args:
             wait_s: longest wait for a place.
@@ -41,7 +39,6 @@ class SandboxPool:
             raise ValueError(f"a pool of sandboxes has at least 1 place, got {number}")
         self._number = number
         self._wait_s = wait_s
-        self._create = create
         self._loop = asyncio.new_event_loop()
         self._places = asyncio.Semaphore(number)
         self._uses = set[asyncio.Task[Any]]()
@@ -91,7 +88,7 @@ class SandboxPool:
                 "shorter deadlines to what runs in them"
             ) from error
         try:
-            async with await self._create() as sandbox:
+            async with await Bubblewrap.create() as sandbox:
                 return await work(sandbox)
         finally:
             self._places.release()

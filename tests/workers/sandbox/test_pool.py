@@ -6,20 +6,21 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from corral.workers.sandbox.base import Sandbox, SandboxError
+from corral.workers.sandbox.base import SandboxError
+from corral.workers.sandbox.bubblewrap import Bubblewrap
 from corral.workers.sandbox.pool import SandboxPool
 
 DEADLINE_S = 60.0
 
 
-async def answer(sandbox: Sandbox) -> bytes:
+async def answer(sandbox: Bubblewrap) -> bytes:
     return (await sandbox.exec(["sh", "-c", "echo $((6 * 7))"], timeout_s=DEADLINE_S)).stdout
 
 
 def test_plain_functions_of_many_threads_and_coroutines_share_the_places() -> None:
     at_a_time, most, lock = [0], [0], threading.Lock()
 
-    async def count(sandbox: Sandbox) -> bytes:
+    async def count(sandbox: Bubblewrap) -> bytes:
         with lock:
             at_a_time[0] += 1
             most[0] = max(most[0], at_a_time[0])
@@ -44,7 +45,7 @@ def test_a_wait_for_a_place_ends_and_says_what_to_do() -> None:
     async def run() -> None:
         begun = threading.Event()
 
-        async def hold(sandbox: Sandbox) -> None:
+        async def hold(sandbox: Bubblewrap) -> None:
             begun.set()
             await sandbox.exec(["sleep", "1000"], timeout_s=DEADLINE_S)
 
@@ -61,7 +62,7 @@ def test_a_wait_for_a_place_ends_and_says_what_to_do() -> None:
 
 
 def test_what_the_work_raises_is_the_callers_and_frees_the_place() -> None:
-    async def fail(sandbox: Sandbox) -> None:
+    async def fail(sandbox: Bubblewrap) -> None:
         raise KeyError("mine")
 
     with SandboxPool(1) as pool:
@@ -74,7 +75,7 @@ def test_what_the_work_raises_is_the_callers_and_frees_the_place() -> None:
 def test_a_pool_that_ends_ends_what_runs_in_it() -> None:
     begun = threading.Event()
 
-    async def hold(sandbox: Sandbox) -> None:
+    async def hold(sandbox: Bubblewrap) -> None:
         begun.set()
         await sandbox.exec(["sleep", "1000"], timeout_s=DEADLINE_S)
 
