@@ -1,7 +1,7 @@
 """Where rows really are: files in place of patterns and names of the hub, and the rows that a user's function made.
 
     SourceConfig ──find_files──► files
-                 ──transform───► python -m corral.workers.user_code.transform_rows, in users_root()
+                 ──transform───► python -m corral.workers.user_code transform, in users_root()
                                      each row ──the user's function──► row, or none ──► JSON lines in the cache
 
 The function runs in a process of its own, which has no keys. What it returns is named by its content: nothing that is
@@ -61,8 +61,7 @@ def _transformed(config: SourceConfig, files: tuple[Path, ...]) -> Path:
         output, said = folder / "rows.jsonl", folder / "said"
         source = SourceConfig(files=files, rows=config.rows, transform=config.transform).model_dump_json()
         print(f"{name_of(config)}: {config.transform} makes its rows ...", file=sys.stderr, flush=True)
-        module = "corral.workers.user_code.transform_rows"
-        with users_process(module, source, str(output), said=said) as process:
+        with users_process("transform", source, str(output), said=said) as process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TRANSFORM_TIMEOUT_S)
             is_late = process.poll() is None

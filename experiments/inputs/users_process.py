@@ -1,7 +1,7 @@
 """The process that a user's own code is imported in at submission, and what it says of the keys.
 
-    Question ──► python -m corral.workers.user_code, in users_root() ──► Findings ──► problems under the file's keys
-                                                                            └──► Declared: the plan, the calls
+    Question ──► python -m corral.workers.user_code look, in users_root() ──► Findings ──► problems under keys
+                                                                                 └──► Declared: the plan, the calls
 
 It is this command's Python, as that of workers is which are in no container. Its imports may take torch, so nothing of
 it happens in this process; an experiment of one's own, which has to answer here, is the one exception.
@@ -81,16 +81,16 @@ def users_root() -> Path:
 
 
 @contextmanager
-def users_process(module: str, *arguments: str, said: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def users_process(task: str, *arguments: str, said: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A process of this Python that imports the user's modules; it is ended, with its group, behind the block.
 
     Args:
-        module: what it runs.
+        task: what `python -m corral.workers.user_code` does.
         said: where what it prints goes.
     """
     with said.open("wb") as output:
         process = subprocess.Popen(
-            own_python("-m", module, *arguments),
+            own_python("-m", "corral.workers.user_code", task, *arguments),
             cwd=users_root(),
             env=os.environ | python_path(os.environ, *([kept] if (kept := _root.get()) else [])),
             stdin=subprocess.DEVNULL,
@@ -117,7 +117,7 @@ def ask(question: Question) -> Findings:
     with temporary_folder("corral-code-") as folder:
         asked, answered, said = (folder / name for name in ("question.json", "findings.json", "said"))
         asked.write_bytes(question.model_dump_json().encode())
-        with users_process("corral.workers.user_code", str(asked), str(answered), said=said) as process:
+        with users_process("look", str(asked), str(answered), said=said) as process:
             _wait(process, question)
         try:
             return Findings.model_validate_json(answered.read_bytes())

@@ -1,36 +1,47 @@
-"""A process that looks at a user's code before a trial starts: imports it, tries it, and says which files it is.
+"""A process of rl-submit for a user's code before a trial starts, without a secret of any trial.
 
-    python -m corral.workers.user_code QUESTION FINDINGS
+    python -m corral.workers.user_code look QUESTION FINDINGS       imports it, tries it, and says which files it is
+    python -m corral.workers.user_code transform SOURCE OUTPUT      has its function make rows of rows
 
     Question ──► import ──► keys, a sandbox ──► agent's form ──► reward on one row ──► each call once ──► Findings
                    └────────────────────────────────────────────────────┴────────────────────────┴── too late: Findings
                                                                                                      with the line, exit
-Whoever started it reads nothing but the file of findings: what the code prints goes elsewhere. It is given no secret of
-a trial; torch is imported only where the user's modules do, or an interface is made.
+Whoever started it reads nothing but the file of findings: what the code prints goes elsewhere. Torch is imported only
+where the user's modules do, or an interface is made.
+
+    SourceConfig, as JSON ──► its files and rows ──► function(row) ──► rows, as JSON lines; None leaves a row out
 """
 
 import os
 import sys
+import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from corral.experiments.inputs.users_code import SHIPPED, Declared, Findings, Problem, Question
+import msgspec
+
+from corral.experiments.config.data import SourceConfig
+from corral.experiments.datasets.formats import open_rows
+from corral.experiments.inputs.users_code import SHIPPED, Declared, Findings, Problem, Question, UsedFile
 from corral.experiments.inputs.users_process import check_not_hidden
 from corral.experiments.trial.directory import atomic_write
 from corral.workers.modules import loading_modules
 from corral.workers.sandbox.availability import why_no_sandbox
 from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.blame import describe_error, watched
-from corral.workers.user_code.files import UsedFiles
 from corral.workers.user_code.loading import NoSuchNameError, configured, load_callable
+from corral.workers.user_code.scoring import TRIED_ON, weights_of
 from corral.workers.user_code.trials import UnfitError, UntriedError, cause_of, check_agent, fails_on, try_reward
-from corral.workers.user_code.weigh_prompts import TRIED_ON, weights_of
 
+_MAX_DATA_BYTES = 16 * 2**20  # one file; what is larger is no part of a program
+_INSTALLED = ("site-packages", "dist-packages")
 _ONE_IF_RIGHT = tuple(f"corral.workers.rewards:{name}" for name in ("exact_match", "math", "multiple_choice", "Format"))
 
 
@@ -47,7 +58,7 @@ class _Look:
         """By place of the row, name of the part, and answer."""
         self._declared: dict[str, Declared] = {}
         self._sandboxed: tuple[str, ...] = ()
-        self._used = UsedFiles(question.roots)
+        self._used = _UsedFiles(question.roots)
 
     def run(self) -> None:
         """Everything, as far as the imports carry it."""
@@ -186,13 +197,127 @@ def _algorithms() -> Any:
         return import_module("corral.workers.algorithms.call_trial")
 
 
-def main(argv: list[str]) -> None:
-    """Answers the question in the first file, in the second one."""
-    question = Question.model_validate_json(Path(argv[0]).read_bytes())
+class _UsedFiles:
+    """Which files the user's code consists of: what this process has loaded, and what it has read on the way.
+
+    sys.modules ──┬── in the environment ──► name and version
+                  └── elsewhere ──► the module, the others in its package, what they opened beside themselves
+
+    It watches from its creation on what is opened below the import roots.
+    """
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self._roots = [root.resolve() for root in roots]
+        self._environment = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")}
+        self._before = set(sys.modules)
+        self._opened: set[str] = set()
+        sys.addaudithook(self._on_event)
+
+    def is_own(self, module: str) -> bool:
+        """Whether a module would lie in one of the roots, by its first name."""
+        first = module.partition(".")[0]
+        return any((root / first).is_dir() or (root / f"{first}.py").is_file() for root in self._roots)
+
+    def files(self) -> tuple[UsedFile, ...]:
+        """What is to be kept, each file once, by its name below its root."""
+        found: dict[str, Path] = {}
+        for root, path in self._own_modules():
+            for one in {path, *(path.parent.glob("*.py") if path.parent != root else ())}:
+                found.setdefault(one.relative_to(root).as_posix(), one)
+        for root, path in self._data():
+            if path.stat().st_size <= _MAX_DATA_BYTES:
+                found.setdefault(path.relative_to(root).as_posix(), path)
+        return tuple(
+            UsedFile(name=name, path=path, size_bytes=path.stat().st_size) for name, path in sorted(found.items())
+        )
+
+    def too_large(self) -> tuple[str, ...]:
+        return tuple(sorted(str(path) for _, path in self._data() if path.stat().st_size > _MAX_DATA_BYTES))
+
+    def packages(self) -> dict[str, str]:
+        """Versions of what is installed and was loaded since."""
+        by_module = packages_distributions()
+        firsts = {name.partition(".")[0] for name in set(sys.modules) - self._before} - {"corral"}
+        names = {distribution for first in firsts for distribution in by_module.get(first, ())}
+        return {name: version(name) for name in sorted(names)}
+
+    def _own_modules(self) -> Iterator[tuple[Path, Path]]:
+        """(root, file) of each module that is neither installed nor corral's."""
+        for name, module in sorted(sys.modules.items()):
+            if name.partition(".")[0] in ("corral", "__main__") or not isinstance(module, ModuleType):
+                continue
+            file = getattr(module, "__file__", None)
+            if not file or not (path := Path(file)).is_file() or self._is_installed(path):
+                continue
+            depth = name.count(".") + (path.name == "__init__.py")
+            root = path.absolute().parents[depth]
+            if path.absolute().relative_to(root).with_suffix("").parts[0] == name.partition(".")[0]:
+                yield root, path.absolute()
+
+    def _is_installed(self, path: Path) -> bool:
+        real = path.resolve()
+        return bool(set(_INSTALLED) & set(real.parts)) or any(folder in real.parents for folder in self._environment)
+
+    def _data(self) -> Iterator[tuple[Path, Path]]:
+        roots = [root for root, _ in self._own_modules()]
+        for name in self._opened:
+            path = Path(name).absolute()
+            root = next((root for root in roots if root in path.parents), None)
+            if root is not None and path.is_file() and path.suffix not in (".py", ".pyc", ".so"):
+                if not self._is_installed(path):
+                    yield root, path
+
+    def _on_event(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str) and arguments[1] in ("r", "rb", "rt"):
+            self._opened.add(arguments[0])
+
+
+def _transform_rows(function: Any, files: tuple[Path, ...], wanted: slice, output: Path) -> None:
+    """
+    Raises:
+        ValueError: naming the row that the function makes no row of.
+    """
+    rows, encode = open_rows(files), msgspec.json.Encoder().encode
+    with output.open("wb") as stream:
+        for number in range(len(rows))[wanted]:
+            if (row := rows[number]) is None:
+                continue
+            try:
+                made = function(row)
+            except Exception as error:
+                raise ValueError(f"{rows.place(number)}: {describe_error(error)}") from error
+            if made is None:
+                continue
+            if not isinstance(made, dict):
+                raise ValueError(
+                    f"{rows.place(number)}: it returned {type(made).__name__}, and a row is a dict or None"
+                )
+            stream.write(encode(made) + b"\n")
+
+
+def _look(question_path: str, findings: str) -> int:
+    """Answers the question in the first file, in the second file."""
+    question = Question.model_validate_json(Path(question_path).read_bytes())
     sys.path += [str(root) for root in question.roots]
-    _Look(question, Path(argv[1])).run()
+    _Look(question, Path(findings)).run()
+    return 0
+
+
+def _transform(source: str, output: str) -> int:
+    """Ends with 1 and the reason if the function fails, or returns what is no row."""
+    asked = SourceConfig.model_validate_json(source)
+    sys.path.append(os.getcwd())
+    try:
+        check_not_hidden(str(asked.transform), Path.cwd())
+        function = load_callable(str(asked.transform))
+        _transform_rows(function, asked.files, asked.first_and_last, Path(output))
+    except Exception as error:  # whatever a user's module raises when it is imported
+        print(error if isinstance(error, ValueError) else describe_error(error))
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
-    os._exit(0)  # threads of a user's module must not keep it
+    status = {"look": _look, "transform": _transform}[sys.argv[1]](*sys.argv[2:])
+    sys.stdout.flush()
+    os._exit(status)  # threads of a user's module must not keep it
