@@ -173,7 +173,14 @@ def test_only_the_room_of_slurm_composes_its_command_lines() -> None:
 
 def test_every_place_that_starts_code_of_a_user_is_known_and_hides_the_secrets() -> None:
     """A place that is new here says in this table what hides a trial's secrets from what it starts."""
-    starters = {"RewardJudge", "draw_curtain", "Curtain", "asyncio.create_subprocess_exec", "subprocess.Popen"}
+    starters = {
+        "RewardJudge",
+        "Children",
+        "HiddenSecrets",
+        "hide_secrets",
+        "asyncio.create_subprocess_exec",
+        "subprocess.Popen",
+    }
     starters |= {"subprocess.run", "os.fork", "os.posix_spawn", "asyncio.create_subprocess_shell", "os.system"}
     found = Counter(
         (str(path.relative_to(ROOT / "workers")), name.rpartition(".")[2])
@@ -188,19 +195,17 @@ def test_every_place_that_starts_code_of_a_user_is_known_and_hides_the_secrets()
         ("agents/shipped.py", "create_subprocess_exec"): 1,  # in an agent's process, where the secrets are hidden
         ("evaluation.py", "RewardJudge"): 1,
         ("generation/sglang_process.py", "Popen"): 1,  # SGLang is no user's code
-        ("master/prompt_weigher.py", "create_subprocess_exec"): 1,
-        ("master/prompt_weigher.py", "draw_curtain"): 1,
+        ("master/dealt_prompts.py", "Children"): 1,
         ("model/generator.py", "RewardJudge"): 1,
-        ("rollout/agent_processes.py", "create_subprocess_exec"): 1,  # behind the curtain of the worker's judge,
-        ("rollout/programs.py", "draw_curtain"): 1,  # but for what needs a sandbox
-        ("rollout/judging.py", "draw_curtain"): 1,
-        ("rollout/reward_processes.py", "Popen"): 1,
-        ("rollout/reward_processes.py", "draw_curtain"): 1,  # what needs a sandbox
+        ("rollout/episode_player.py", "Children"): 1,
+        ("rollout/judging.py", "Children"): 1,
         ("rollout/rollout_worker.py", "RewardJudge"): 1,
-        ("sandbox/curtain.py", "Curtain"): 3,
-        ("sandbox/curtain.py", "run"): 1,
-        ("sandbox/run.py", "create_subprocess_exec"): 1,
-        ("user_code/reward_host.py", "fork"): 1,
+        ("sandbox/hidden_secrets.py", "HiddenSecrets"): 2,  # nothing hidden, and folders
+        ("sandbox/hidden_secrets.py", "run"): 1,  # bwrap alone
+        ("sandbox/bubblewrap.py", "create_subprocess_exec"): 1,
+        ("user_code/children.py", "create_subprocess_exec"): 1,  # all code of a user
+        ("user_code/children.py", "hide_secrets"): 1,
+        ("user_code/host.py", "fork"): 1,
     }
 
 

@@ -13,7 +13,7 @@ from corral.experiments.inputs.users_code import Findings, Question
 from corral.experiments.inputs.users_process import ask, importing_from
 from corral.experiments.own_python import own_python, python_path
 from corral.launcher.runners.guard import guarded
-from corral.workers.user_code import agent_host, reward_host, weigh_prompts
+from corral.workers.user_code.host import Setup, command
 from tests.misleading import WORDS, write_misleading_modules
 from tests.test_architecture import FOLDERS, ROOT, modules, name_of
 
@@ -29,11 +29,7 @@ PROGRAMS = [
     "corral.workers.evaluation",
     "corral.workers.sandbox",
     "corral.workers.user_code",
-    "corral.workers.user_code.transform_rows",
 ]
-AGENT = agent_host.Setup(
-    agent="nothing:here", settings={}, model="/nowhere", timeout_s=1.0, parent=0, channel=0, mark=0
-)
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +87,10 @@ def test_no_guard_imports_from_the_folder_that_it_is_started_in(misleading_folde
     assert said_in(misleading_folder, guarded(own_python("-c", "import queue, tokenizers; print('fine')"))) == "fine\n"
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(weigh_prompts.command("nothing:here", sys.path), id="sampler"),
-        pytest.param(reward_host.command("nothing:here", 0, sys.path, settings={}), id="reward"),
-        pytest.param(agent_host.command(AGENT, sys.path), id="agent"),
-    ],
-)
-def test_no_process_of_users_code_imports_from_the_folder_that_it_is_started_in(
-    misleading_folder: Path, command: list[str]
-) -> None:
-    assert WORDS not in said_in(misleading_folder, command)
+def test_no_process_of_users_code_imports_from_the_folder_that_it_is_started_in(misleading_folder: Path) -> None:
+    program = "corral.workers.user_code.agents:agent"  # imports the most
+    setup = Setup(program=program, function="nothing:here", name="it", timeout_s=1.0, setting="", channel=0, mark=0)
+    assert WORDS not in said_in(misleading_folder, command(setup, sys.path))
 
 
 def test_an_empty_entry_of_the_search_path_does_not_mean_the_current_folder(

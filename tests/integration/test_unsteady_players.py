@@ -43,7 +43,7 @@ VICTIMS = (
     "rollout_worker/1",
     "generation_server/1",
 )
-HOSTS = (b"corral.workers.user_code.agent_host", b"corral_host")
+HOSTS = (b"corral.workers.user_code.agents:agent", b"corral_host")
 """What the command lines of processes have that play episodes."""
 SETTINGS: dict[str, object] = {
     "allocation": "hf:d2+fsdp:d1",

@@ -7,36 +7,57 @@
 The process has the session's key, and the session the tokens: what an agent says of its turns are numbers of them.
 """
 
+import asyncio
 import logging
+import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Any
 
+from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import RolloutConfig, functions_of
 from corral.experiments.datasets.row_parser import DatasetRow
+from corral.experiments.inputs.environment_tasks import LOAD_TIMEOUT_S, host_command, host_settings
+from corral.experiments.inputs.other_pythons import environment_python
 from corral.experiments.prompts.chat import find_renderer
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import EnvironmentSpec
 from corral.workers.agents.contract import Episode
+from corral.workers.environments.confinement import Confinement
 from corral.workers.episodes.trajectories import JudgedEpisode
 from corral.workers.episodes.turn_request import RequestRefusedError
+from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.model_endpoint.endpoint import ModelEndpoint
-from corral.workers.rollout.agent_processes import AgentFailedError, AgentProcesses, EpisodeLostError
 from corral.workers.rollout.episode_session import EpisodeSession
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
-from corral.workers.rollout.programs import AgentProgram, EnvironmentProgram, Program
 from corral.workers.rollout.turn_journal import EpisodeJournal, TurnJournal
-from corral.workers.user_code.agent_host import Done
+from corral.workers.user_code import agents
+from corral.workers.user_code.agents import Done
+from corral.workers.user_code.children import Children, HostError, Launch, RunFailedError, RunLostError, Started
+from corral.workers.user_code.host import REFUSED, UNJUDGED, Setup
 from corral.workers.user_code.trials import Judged
 
 logger = logging.getLogger(__name__)
 
 _MODEL_NAME = "policy"  # by which the model endpoint calls it
 _MAX_LOST = 3  # processes that end around an episode in nobody's step: then it may well be why
+_ENVIRONMENT_BEAT_S = 1.0
+_REASONS = {REFUSED: "request_refused", UNJUDGED: "reward_error"}
+
+
+class AgentFailedError(RuntimeError):
+    """An agent failed in an episode; the text is one line, with file and line where they are known."""
+
+    def __init__(self, text: str, *, kind: str = "agent_error", traceback: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind
+        """agent_error, reward_error or request_refused."""
+        self.traceback = traceback
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +93,36 @@ async def open_player(
 
     Raises:
         UserCodeError: if the agent or environment says why it cannot be loaded, and never was.
-        AgentHostError: if its processes end or hang while they load.
+        HostError: if its processes end or hang while they load.
     """
     if not config.makes_episodes:
         return None
-    program: Program = AgentProgram(
-        config.agent,
-        settings=config.agent_settings,
-        model=prompts.directory,
-        template_arguments=prompts.template_arguments,
-        timeout_s=config.agent_timeout_s,
-        curtain=judge.curtain,
-        max_tokens=config.episode.max_tokens,
-    )
     if config.environment is not None:
-        program = EnvironmentProgram(config.environment, config, planned=planned, curtain=judge.curtain)
-    processes = AgentProcesses(
-        program, timeout_s=config.agent_timeout_s, number=config.agent_processes, has_played=has_played
-    )
+        launch: Launch = _EnvironmentLaunch(config.environment, timeout_s=config.agent_timeout_s, planned=planned)
+    else:
+        launch = Launch(
+            Setup(
+                program=f"{agents.__name__}:agent",
+                function=config.agent,
+                name=f"agent {config.agent}",
+                settings=dict(config.agent_settings),
+                options={
+                    "model": str(prompts.directory),
+                    "template_arguments": dict(prompts.template_arguments),
+                    "max_tokens": config.episode.max_tokens,
+                },
+                timeout_s=config.agent_timeout_s,
+                setting="rollout.agent_timeout_s",
+            )
+        )
+    children = Children(launch, hidden=judge.hidden, number=config.agent_processes)
+    stack.push_async_callback(asyncio.to_thread, children.close)
+    try:
+        await asyncio.to_thread(children.start)
+    except HostError as error:
+        if error.is_said and not has_played:
+            raise UserCodeError(str(error)) from error
+        raise
     endpoint = ModelEndpoint(
         find_renderer(prompts.directory, prompts.tokenizer, arguments=prompts.template_arguments),
         prompts.tokenizer,
@@ -102,7 +135,7 @@ async def open_player(
     stack.push_async_callback(endpoint.stop)
     await endpoint.start(socket_path)
     return EpisodePlayer(
-        await stack.enter_async_context(processes),
+        children,
         endpoint,
         judge,
         prompts,
@@ -112,11 +145,33 @@ async def open_player(
     )
 
 
+class _EnvironmentLaunch(Launch):
+    """An environment of a package, in the Python that it is installed in, without what the worker knows."""
+
+    def __init__(self, config: EnvironmentConfig, *, timeout_s: float, planned: EnvironmentSpec | None) -> None:
+        self.name, self.start_timeout_s, self.timeout_s = f"environment {config.id}", LOAD_TIMEOUT_S, timeout_s
+        self.beat_s = _ENVIRONMENT_BEAT_S
+        self._config, self._planned, self._python = config, planned, environment_python(config)
+
+    def prepare(self, *, channel: int, mark: int, is_hidden: bool) -> Started:
+        confinement = Confinement(self._python, variables=self._config.variables)
+        settings = {"timeout_s": self.timeout_s, "parent": 0 if is_hidden else os.getpid()}
+        command = host_command(self._python, "play", host_settings(self._config) | settings, f"{channel},{mark}")
+        return Started(command, confinement.environment, confinement.folder, confinement.end)
+
+    def greet(self, ready: Mapping[str, Any]) -> None:
+        planned, self._planned = self._planned, None  # it is told once
+        if planned is not None and (ready["sha256"], ready["packages"]) != (planned.sha256, planned.packages):
+            logger.warning(
+                "%s is not what it was at submission: %s then, %s now", self.name, planned.packages, ready["packages"]
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodePlayer:
     """Plays the episodes of one rollout worker."""
 
-    processes: AgentProcesses
+    children: Children
     endpoint: ModelEndpoint
     judge: RewardJudge
     prompts: PromptEncoder
@@ -146,7 +201,7 @@ class EpisodePlayer:
 
         Raises:
             AgentFailedError: if the agent fails, or nothing can be learned from what it did.
-            AgentHostError: if no process can be started for it.
+            HostError: if no process can be started for it.
             RequestRefusedError: if servers fail at one of its turns, and the agent with them.
         """
         num_lost, limits = 0, self.config.episode
@@ -163,7 +218,7 @@ class EpisodePlayer:
             )
             try:
                 return await self._play(session, row, prompt_ids, number)
-            except EpisodeLostError as error:
+            except RunLostError as error:
                 num_lost += not error.by_another
                 if num_lost == _MAX_LOST:
                     raise AgentFailedError(f"{num_lost} processes that played it ended, the last: {error}") from error
@@ -181,21 +236,23 @@ class EpisodePlayer:
     async def _play(self, session: EpisodeSession, row: DatasetRow, prompt_ids: Sequence[int], number: int) -> Played:
         async def judge(answer: str) -> float:
             if self.judge.takes_groups:
-                raise AgentFailedError(f"reward {functions_of(self.config.reward)} judges groups, and no single answer")
+                raise RunFailedError(f"reward {functions_of(self.config.reward)} judges groups, and no single answer")
             try:
                 return (await self.judge.judge_episodes(row.fields, [Episode([answer])]))[0].reward
             except RewardFailedError as error:
-                raise AgentFailedError(str(error)) from error
+                raise RunFailedError(str(error)) from error
 
         task = {"fields": row.fields, "prompt": row.prompt, "prompt_ids": list(prompt_ids), "episode": number}
         key = self.endpoint.open_episode(session)
         try:
             address = {"unix": self.socket_path, "url": self.endpoint.url}
-            done = await self.processes.play(task, endpoint=address, key=key, judge=judge)
-        except AgentFailedError as error:
+            asked = {"task": task, "endpoint": address, "key": key}
+            done = await self.children.call(asked, Done, judge=judge)
+        except RunFailedError as error:
             if session.failure is not None:
                 raise session.failure from error
-            raise
+            kind = _REASONS.get(error.kind, "agent_error")
+            raise AgentFailedError(str(error), kind=kind, traceback=error.traceback) from error
         finally:
             self.endpoint.close_episode(key)
         if session.failure is not None and not isinstance(session.failure, RequestRefusedError):
@@ -207,13 +264,11 @@ class EpisodePlayer:
             for turn in done.untrained:
                 log.leave_out(turn=turn)
         except KeyError as error:
-            raise AgentFailedError(
-                f"{self.processes.program.name} speaks of a turn {error} that was not made"
-            ) from error
+            raise AgentFailedError(f"{self.children.name} speaks of a turn {error} that was not made") from error
         if not JudgedEpisode(log.branches, 0.0).sequences():
             ended = f", and came to its limit: {session.ended}" if session.ended else ""
             raise AgentFailedError(
-                f"{self.processes.program.name} ended without an answer from which something can be learned{ended}"
+                f"{self.children.name} ended without an answer from which something can be learned{ended}"
             )
         turns = [self.judge.text_of(answer.output_ids) for answer in log.answers]
         return Played(session, done, Episode(turns, done.metrics, done.ended or session.ended, done.reward))

@@ -48,8 +48,7 @@ from corral.workers.episodes.trajectories import JudgedEpisode, group_statistics
 from corral.workers.episodes.turn_request import SERVER_ERROR, RequestRefusedError
 from corral.workers.lifecycle.worker import PromptsFailError, UserCodeError
 from corral.workers.rewards.endpoint import EndpointDownError
-from corral.workers.rollout.agent_processes import AgentFailedError
-from corral.workers.rollout.episode_player import EpisodePlayer, Played
+from corral.workers.rollout.episode_player import AgentFailedError, EpisodePlayer, Played
 from corral.workers.rollout.generation_client import GenerationClient
 from corral.workers.rollout.judging import (
     MOST_FAILED_IN_A_ROW,
@@ -167,7 +166,7 @@ class GroupMaker:
             prompts: uid, name of the row and seeds of each. Failures in a row are counted in their order.
 
         Raises:
-            UserCodeError, PromptsFailError, RewardHostError, AgentHostError: the worker has to end.
+            UserCodeError, PromptsFailError, HostError: the worker has to end.
         """
         made = await all_or_first_error(*(self._made(*prompt) for prompt in prompts))
         for (uid, _, _), one in zip(prompts, made, strict=True):
@@ -243,7 +242,7 @@ class GroupMaker:
 
         Raises:
             PromptFailedError: the prompt is dropped and counted.
-            UserCodeError, RewardHostError, AgentHostError: the worker has to end.
+            UserCodeError, HostError: the worker has to end.
         """
         try:
             row = self.rows[row_id]

@@ -8,13 +8,14 @@ answers, episodes ──text──► a process of each part ──a finite numb
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from corral.experiments.config.rollout import RewardConfig, part_remark
+from corral.experiments.config.rollout import RewardConfig, RewardPart, part_remark
 from corral.experiments.prompts.tokens import answer_text
 from corral.experiments.trial.spans import Span
 from corral.workers.agents.contract import Episode
@@ -23,17 +24,18 @@ from corral.workers.episodes.trajectories import REWARD_PART, REWARD_SECONDS, Ju
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import Problem
-from corral.workers.rollout.reward_processes import RewardProcesses
-from corral.workers.sandbox.curtain import draw_curtain
 from corral.workers.streams.closing import all_or_first_error
-from corral.workers.user_code.reward_host import Call
+from corral.workers.user_code import scoring
+from corral.workers.user_code.children import Children, Launch, RunFailedError, RunLostError
+from corral.workers.user_code.host import STOPS_TRIAL, Setup
 from corral.workers.user_code.trials import Judged, checked_reward
 
 logger = logging.getLogger(__name__)
 
 MOST_FAILED_IN_A_ROW: Final = 16
 """Prompts. If every second one failed by itself, a run of so many would come once in 65,536 prompts."""
-_MAX_KILLED = 3  # processes around one call, before that counts as a try of it
+_MAX_LOST = 3  # processes around one call, before that counts as a try of it
+_DEFAULT_PROCESSES = range(4, 17)
 _SHOWN_PROBLEM = 80  # characters of it, where a failure is told
 
 
@@ -53,7 +55,7 @@ class RewardJudge:
     """Judges answers in processes, so that whatever a reward does holds up nothing else.
 
     Raises:
-        RewardHostError: by all that judges, if no process can be started.
+        HostError: by all that judges, if no process can be started.
     """
 
     def __init__(
@@ -73,23 +75,19 @@ class RewardJudge:
             on_change: is called when `num_waiting` changes.
             stop_token_ids: a last token that is one of them is not part of the answer's text.
         """
-        self.curtain = draw_curtain(hidden)
-        """That user code runs behind."""
+        self.hidden = hidden
         self.num_waiting = 0
         """Groups, or episodes that are judged one by one, that wait for their reward."""
         self._record, self._on_change = record, on_change
         self._reward = reward
         self._tokenizer = tokenizer
         self._stop_token_ids = frozenset(stop_token_ids)
-        self._processes = {
-            name: RewardProcesses(part, number=reward.reward_processes, curtain=self.curtain)
-            for name, part in reward.reward.items()
-        }
+        self._children = {name: Children(_launch(part, reward), hidden=hidden) for name, part in reward.reward.items()}
 
     @property
     def takes_groups(self) -> bool:
         """Whether a part judges the answers or episodes of a prompt together."""
-        return any(processes.start().takes != "answer" for processes in self._processes.values())
+        return any(children.start()["takes"] != "answer" for children in self._children.values())
 
     async def judge(self, problem: Problem, outputs: Sequence[Sequence[int]]) -> list[Judged]:
         """The rewards of a group of answers, as `judge_episodes` gives those of episodes of one answer each."""
@@ -105,7 +103,7 @@ class RewardJudge:
             CancelledError: if the worker leaves: nothing was judged, so nothing failed, and its prompt is not dropped.
         """
         since, shown = time.monotonic(), json.dumps(problem)
-        parts = [self._judge_part(name, shown, episodes) for name in self._processes]
+        parts = [self._judge_part(name, shown, episodes) for name in self._children]
         self._count(1)
         try:
             judged = await all_or_first_error(*parts)
@@ -121,15 +119,14 @@ class RewardJudge:
         self._on_change()
 
     async def _judge_part(self, name: str, problem: str, episodes: Sequence[Episode]) -> list[Judged]:
-        takes = self._processes[name].start().takes
+        takes = self._children[name].start()["takes"]
         if takes == "episodes":
             texts = [json.dumps(asdict(episode)) for episode in episodes]
         else:
             texts = [episode.turns[-1] if episode.turns else "" for episode in episodes]
-        part = self._reward.reward[name]
-        timeout_s = part.timeout_s or self._reward.reward_timeout_s
         groups = [[text] for text in texts] if takes == "answer" else [texts]
-        calls = [self._try(name, Call(problem, group, timeout_s, part.weight != 0.0)) for group in groups]
+        asked = {"problem": problem, "is_weighed": self._reward.reward[name].weight != 0.0}
+        calls = [self._try(name, asked | {"answers": group}) for group in groups]
         return [one for group in await all_or_first_error(*calls) for one in group]
 
     def _sum_of(self, judged: Sequence[Judged], seconds: Mapping[str, float]) -> Judged:
@@ -147,21 +144,23 @@ class RewardJudge:
         except (OverflowError, ValueError) as error:
             raise RewardFailedError(f"the weighted sum of {weighted}: {error}") from error
 
-    async def _try(self, name: str, call: Call) -> list[Judged]:
+    async def _try(self, name: str, asked: Mapping[str, Any]) -> list[Judged]:
         """Of one call and, where it fails, those after it."""
-        tries, cause, num_failed, num_killed = 1 + self._reward.reward_retries, "", 0, 0
+        tries, cause, num_failed, num_lost = 1 + self._reward.reward_retries, "", 0, 0
         while num_failed < tries:
-            outcome = await self._processes[name].call(call)
-            if not outcome.cause:
-                return outcome.rewards
-            cause = outcome.cause
-            num_killed += outcome.is_killed
-            num_failed += not outcome.is_killed or num_killed > _MAX_KILLED
-            if outcome.ends_trial:
-                raise UserCodeError(f"reward {name}: {cause}")
-            logger.warning(
-                "reward %s failed on %.*s: %s\n%s", name, _SHOWN_PROBLEM, call.problem, cause, outcome.traceback
-            )
+            traceback = ""
+            try:
+                return await self._children[name].call(asked, list[Judged])
+            except RunLostError as error:
+                cause = str(error)
+                num_lost += not error.by_another
+                num_failed += not error.by_another and num_lost > _MAX_LOST
+            except RunFailedError as error:
+                cause, traceback = str(error), error.traceback
+                if error.kind == STOPS_TRIAL:
+                    raise UserCodeError(f"reward {name}: {cause}") from error
+                num_failed += 1
+            logger.warning("reward %s failed on %.*s: %s\n%s", name, _SHOWN_PROBLEM, asked["problem"], cause, traceback)
         raise RewardFailedError(f"the reward function {name} failed {tries} times, last: {cause}")
 
     def text_of(self, output_ids: Sequence[int]) -> str:
@@ -169,11 +168,27 @@ class RewardJudge:
         return answer_text(self._tokenizer, output_ids, ends=self._stop_token_ids)
 
     def start(self) -> None:
-        """Not with the first answer."""
-        for processes in self._processes.values():
-            processes.start()
+        """Import the rewards now, so that the first answer does not wait for them."""
+        for children in self._children.values():
+            children.start()
 
     def close(self) -> None:
         """Nothing is judged any more; what runs is ended."""
-        for processes in self._processes.values():
-            processes.close()
+        for children in self._children.values():
+            children.close()
+
+
+def _launch(part: RewardPart, reward: RewardConfig) -> Launch:
+    """A plain reward has a process to itself while it runs; an async reward shares a process with all other calls."""
+    cpus = min(max(len(os.sched_getaffinity(0)), _DEFAULT_PROCESSES[0]), _DEFAULT_PROCESSES[-1])
+    return Launch(
+        Setup(
+            program=f"{scoring.__name__}:reward",
+            function=part.function,
+            name=f"reward {part.function}",
+            settings=dict(part.settings),
+            options={"concurrency": part.concurrency, "num_processes": reward.reward_processes or cpus},
+            timeout_s=part.timeout_s or reward.reward_timeout_s,
+            setting="timeout_s of its part" if part.timeout_s else "rollout.reward_timeout_s",
+        )
+    )

@@ -65,8 +65,8 @@ def wrapped_command(
     """The command line of a long-lived process that sees /usr, some folders, and one Unix socket.
 
     Once it has begun, it ends with the thread that started it, and whatever it has started ends with it; before, see
-    `Curtain`. It has no limits but those that it is started with, and no filter of system calls. It is the calling
-    user's: it can read what that user can read below the binds.
+    `HiddenSecrets`. It has no limits but those that it is started with, and no filter of system calls. It is the
+    calling user's: it can read what that user can read below the binds.
 
     Args:
         binds: files and folders that it may read, at the same paths; `python_folders()` for this Python.

@@ -55,6 +55,10 @@ class LoopThread:
             future.cancel()
             raise StreamTimeoutError(f"the thread {self._name!r} did not answer within {deadline_s:.0f} s") from error
 
+    async def run(self, coroutine: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Run `coroutine` on the loop for a caller in another loop; it is cancelled with the caller."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+
     def close(self) -> None:
         """End the loop and the thread; what still runs on the loop is cancelled."""
         if self._loop.is_closed():

@@ -44,9 +44,13 @@ class UntriedError(AttributeError):
     """A function asks for what only a trial has, so that nothing more can be said of it before there is one."""
 
 
+class LateError(TimeoutError):
+    """A function has not come back in time; the text says where it stood."""
+
+
 def cause_of(error: BaseException) -> str:
     """What is wrong, and in which line of the user's."""
-    return str(error) if isinstance(error, UnfitError | UntriedError) else describe_error(error)
+    return str(error) if isinstance(error, UnfitError | UntriedError | LateError) else describe_error(error)
 
 
 def checked_reward(value: Any) -> float:

@@ -11,7 +11,7 @@ import psutil
 from corral.workers.sandbox.base import needs_sandbox
 
 
-@needs_sandbox  # so that no curtain hides the evaluation from it
+@needs_sandbox  # so that the evaluation is not hidden from it
 def crash(problem: Mapping[str, Any], answer: str) -> float:
     """Ends the evaluation as a segmentation fault would: no exception, no clean-up."""
     host, evaluation, *_ = psutil.Process().parents()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from corral.workers.lifecycle.worker import UserCodeError
-from corral.workers.master.prompt_weigher import PromptWeigher
+from corral.workers.master.dealt_prompts import PromptWeigher
 
 USERS = """
 import os

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.rewards.programs import all_unit_tests, program_of, unit_tests
 from corral.workers.rollout.judging import RewardJudge
-from corral.workers.rollout.reward_processes import RewardHostError
 from corral.workers.sandbox.base import SandboxError, asks_for_sandbox
+from corral.workers.user_code.children import HostError
 
 SUMS = [{"input": "2 3\n", "output": "5\n"}, {"input": "1 1", "output": "2"}, {"input": "-1 1\n", "output": "0 \n\n"}]
 ASSERTIONS = ["assert add(2, 3) == 5", "assert add(1, 1) == 2", "import math\nassert add(math.inf, 1) == math.inf"]
@@ -92,8 +92,8 @@ class Characters:
 
 @pytest.fixture
 def judge(tmp_path: Path) -> Callable[[str], float]:
-    """Judges as a rollout worker does: in a process of the reward's own, found by the import path, and behind no
-    curtain, since it makes sandboxes."""
+    """Judges as a rollout worker does: in a process of the reward's own, found by the import path, from which
+    nothing is hidden, since it makes sandboxes."""
 
     def judge(answer: str) -> float:
         spec = RewardConfig(
@@ -121,7 +121,7 @@ def test_without_sandboxes_a_worker_says_so_before_it_judges_and_a_reward_fails_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judge: Callable[[str], float]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RewardHostError, match=f"unit_tests runs in a sandbox, and {os.uname().nodename} can make none"):
+    with pytest.raises(HostError, match=f"unit_tests runs in a sandbox, and {os.uname().nodename} can make none"):
         judge(ADDS)
     with pytest.raises(SandboxError, match="no bwrap in the PATH"):
         unit_tests({"tests": SUMS}, ADDS)

@@ -278,7 +278,7 @@ def ranks(problem: Mapping[str, Any], episodes: list[Episode]) -> list[float]:
 
 async def says_where(task: Task, session: Session) -> float:
     """Which process it is in."""
-    place = os.readlink("/proc/self/ns/pid")  # behind a curtain each has its own, and the same number in it
+    place = os.readlink("/proc/self/ns/pid")  # where secrets are hidden each has its own, and the same number in it
     (Path(os.environ[FOLDER]) / f"{place}-{os.getpid()}").touch()
     await session.generate()
     return 1.0
@@ -289,7 +289,7 @@ async def reports_much(task: Task, session: Session) -> float:
     await session.generate()
     if task["id"] != "0":
         return 1.0
-    host: Any = sys.modules["corral.workers.user_code.agent_host"]
+    host: Any = sys.modules["corral.workers.user_code.host"]
     largest, host.LARGEST_LINE = host.LARGEST_LINE, 10_000
     try:
         return await session.judge("7" * 10_000)

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ import numpy as np
 import pytest
 
 from corral.agents import Outcome
+from corral.experiments.config.rollout import RolloutConfig, reward_parts
 from corral.experiments.exit_codes import WorkerExit
+from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.workers.agents.shipped import outcome_of
 from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.lifecycle.worker import UserCodeError
-from corral.workers.rollout.agent_processes import AgentHostError, AgentProcesses
-from corral.workers.rollout.programs import AgentProgram
-from corral.workers.sandbox.curtain import draw_curtain
+from corral.workers.rollout.episode_player import open_player
+from corral.workers.rollout.judging import RewardJudge
+from corral.workers.user_code.children import HostError, Launch
 from tests.workers.data.tiny_tokenizer import EOS, ids_of, write_tokenizer
 from tests.workers.rollout import some_agents
 from tests.workers.rollout.rollout_rig import RolloutRig
@@ -161,7 +163,7 @@ def test_an_agent_that_misbehaves_is_tried_again_then_its_prompt_dropped_with_th
     )
     assert sum(len(record.getMessage()) for record in caplog.records) < 400_000, "the rest is said in a number"
     assert any("bytes more" in record.getMessage() for record in caplog.records)
-    assert ", in misbehaves\n" in caplog.text and "agent_run.py" not in caplog.text, (
+    assert ", in misbehaves\n" in caplog.text and "user_code/run.py" not in caplog.text, (
         "tracebacks begin in the user's file"
     )
 
@@ -193,7 +195,7 @@ def test_an_agent_that_awaits_what_never_comes_is_dropped_and_one_that_awaits_a_
         rig.run_until(all_came, "four prompts")
         outcomes = rig.outcomes()
     assert outcomes["0"] == outcomes["3"] == "finished"
-    why = f"agent_error: AgentHangsError: agent {HERE}:waits_for_some waited 0.5 s (rollout.agent_timeout_s) for "
+    why = f"agent_error: agent {HERE}:waits_for_some waited 0.5 s (rollout.agent_timeout_s) for "
     line = some_agents.waits_for_some.__code__.co_firstlineno + 3
     assert outcomes["1"].startswith(why) and outcomes["1"].endswith(f", in {FILE}:{line}")
     assert outcomes["2"].startswith(why)
@@ -205,7 +207,7 @@ def test_an_agent_that_blocks_the_loop_is_interrupted_where_it_stands_and_the_ot
         rig.run_until(lambda: len(rig.received) == 4, "four prompts")
         outcomes = rig.outcomes()
     assert [outcomes[number] for number in ("0", "2", "3")] == ["finished"] * 3
-    why = f"agent_error: AgentBlocksError: agent {HERE}:blocks_for_one blocked the event loop for 1 s "
+    why = f"agent_error: EventLoopBlockedError: agent {HERE}:blocks_for_one blocked the event loop for 1 s "
     line = some_agents.blocks_for_one.__code__.co_firstlineno + 11
     assert outcomes["1"].startswith(why) and outcomes["1"].endswith(f"({FILE}:{line})")
 
@@ -213,7 +215,7 @@ def test_an_agent_that_blocks_the_loop_is_interrupted_where_it_stands_and_the_ot
 def test_an_agent_that_cannot_be_interrupted_is_ended_with_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("corral.workers.rollout.agent_processes._SILENCE_GRACE_S", 0.5)
+    monkeypatch.setattr("corral.workers.user_code.children._SILENCE_GRACE_S", 0.5)
     rollout = plays("cannot_be_interrupted", agent_timeout_s=0.5)
     with RolloutRig(tmp_path, ["1+2="] * 3, rollout=rollout, group_size=1) as rig:
         rig.run_until(lambda: len(rig.received) == 3, "three prompts")
@@ -272,9 +274,9 @@ def test_a_process_that_is_killed_while_it_loads_is_started_again(
 @pytest.mark.parametrize(
     ("loads", "has_played", "error"),
     [
-        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", False, AgentHostError),
-        ("import time\ntime.sleep(600)", False, AgentHostError),
-        ("import no_such_module", True, AgentHostError),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", False, HostError),
+        ("import time\ntime.sleep(600)", False, HostError),
+        ("import no_such_module", True, HostError),
         ("import no_such_module", False, UserCodeError),
     ],
 )
@@ -283,14 +285,14 @@ def test_only_what_a_process_says_before_anything_was_played_is_the_users_code(
 ) -> None:
     (tmp_path / "never_loads.py").write_text(loads)
     monkeypatch.syspath_prepend(tmp_path)
-    program = AgentProgram(
-        "never_loads:play", settings={}, model=write_tokenizer(tmp_path / "m"), timeout_s=5.0, curtain=draw_curtain(())
-    )
-    monkeypatch.setattr(program, "start_timeout_s", 30.0 if "sleep" not in loads else 0.5)
+    monkeypatch.setattr(Launch, "start_timeout_s", 30.0 if "sleep" not in loads else 0.5)
+    config = RolloutConfig(agent="never_loads:play", reward=reward_parts("corral.workers.rewards:exact_match"))
+    prompts = PromptEncoder(write_tokenizer(tmp_path / "m"))
+    judge = RewardJudge(config, prompts.tokenizer, stop_token_ids=(), hidden=())
 
     async def start() -> None:
-        async with AgentProcesses(program, timeout_s=5.0, number=1, has_played=has_played):
-            pass
+        async with AsyncExitStack() as stack:
+            await open_player(stack, config, judge, prompts, has_played=has_played)
 
     with pytest.raises(error, match="never_loads:play"):
         asyncio.run(start())

@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +26,6 @@ from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import StopTrialError
-from corral.workers.rollout import reward_processes
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 
 HERE = __name__
@@ -283,8 +281,9 @@ def test_async_rewards_are_awaited_at_the_same_time_and_one_that_blocks_fails_al
     hung, well = judged(judge, {"do": "hang"}, {"do": "", "value": 1})
     line = awaits.__code__.co_firstlineno
     assert str(hung).endswith(f"no result within 4 s, in test_judging.py:{line + 3}") and well == 1.0
-    (blocks,) = judged(judge, {"do": "block"})
-    assert str(blocks).endswith(f"no result within 4 s, in test_judging.py:{line + 2}")
+    blocks, well = judged(judge, {"do": "block"}, {"do": "", "value": 3})
+    assert "blocked the event loop for 4 s (rollout.reward_timeout_s)" in str(blocks) and well == 3
+    assert str(blocks).endswith(f"(test_judging.py:{line + 2})")
     assert judged(judge, {"do": "", "value": 2}) == [2.0]
 
 
@@ -348,18 +347,24 @@ def test_a_reward_that_ends_the_trial_is_not_tried_again(judges: Any) -> None:
 def test_a_worker_that_leaves_cancels_what_it_judges_and_leaves_no_process(judges: Any) -> None:
     judge = judges()
     judge.start()
-    host = psutil.Process(judge._processes["does"]._process.pid)
+    host = host_of_rewards()
 
-    async def leave() -> None:
+    async def leave() -> list[psutil.Process]:
         call = asyncio.create_task(reward_of(judge, {"do": "hang"}, ANSWER))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        while not (forked := host.children()):
+            await asyncio.sleep(0.01)
         judge.close()
-        await call
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        return forked
 
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(leave())
-    assert not host.is_running()
+    assert not any(process.is_running() for process in [host, *asyncio.run(leave())])
+
+
+def host_of_rewards() -> psutil.Process:
+    """The process that rewards are forked from."""
+    (host,) = [child for child in psutil.Process().children() if "user_code.host" in " ".join(child.cmdline())]
+    return host
 
 
 def killed_once(problem: Mapping[str, Any], answer: str) -> float:
@@ -389,9 +394,7 @@ def test_the_process_that_rewards_are_forked_from_is_started_again_when_it_was_k
 
     async def over_a_kill() -> list[float]:
         before = await reward_of(judge, {"do": "return", "value": 1.0}, [3])
-        [processes] = judge._processes.values()
-        os.killpg(processes._process.pid, signal.SIGKILL)
-        processes._process.wait()
+        host_of_rewards().kill()
         return [before, await reward_of(judge, {"do": "return", "value": 1.0}, [3])]
 
     first, second = asyncio.run(over_a_kill())
@@ -410,35 +413,25 @@ def test_what_is_no_outcome_is_a_failure_of_the_reward(judges: Any) -> None:
         asyncio.run(reward_of(judges("scribbles"), {}, [3]))
 
 
-async def waits(problem: Mapping[str, Any], answer: str) -> float:
-    await asyncio.sleep(60)
+async def ends_its_process(problem: Mapping[str, Any], answer: str) -> float:
+    if problem["do"] == "end":
+        os._exit(3)
+    await asyncio.sleep(600)
     return 1.0
 
 
 def test_a_call_that_is_cancelled_as_another_one_ends_its_process_stays_cancelled(judges: Any) -> None:
-    judge = judges("waits")
-    judge.start()
+    judge = judges("ends_its_process")
 
     async def cancelled() -> bool:
-        call = asyncio.create_task(reward_of(judge, {}, [3]))
-        [processes] = judge._processes.values()
-        while not processes._idle:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        processes._end(processes._idle[-1])
+        call = asyncio.create_task(reward_of(judge, {"do": "wait"}, [3]))
+        with pytest.raises(RewardFailedError, match="its process ended by itself, exit code 3"):
+            await reward_of(judge, {"do": "end"}, [3])
         call.cancel()
         await asyncio.wait([call])
         return call.cancelled()
 
     assert asyncio.run(cancelled())
-
-
-def test_a_process_that_died_with_a_call_unread_is_not_alive() -> None:
-    ours, theirs = socket.socketpair()
-    ours.send(b"a call")
-    theirs.close()  # unread, so that the kernel resets the connection
-    assert not reward_processes._Process(0, ours, ours).is_alive
-    ours.close()
 
 
 def test_what_a_reward_says_is_cut_and_too_many_numbers_are_refused(judges: Any) -> None:

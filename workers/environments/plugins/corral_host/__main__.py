@@ -10,7 +10,7 @@
 Messages become tokens at the endpoint, by the trial's own template, once: the environment never sees a token.
 
 It is found by its folder and imports nothing of corral. Lines of JSON go in both directions, as with an agent's process
-(`corral/workers/user_code/agent_host.py`); SETTINGS is JSON as well, see `Settings`. What the environment prints is for
+(`corral/workers/user_code/host.py`); SETTINGS is JSON as well, see `Settings`. What the environment prints is for
 the worker's log. It ends when the worker closes its end, or dies. Eight bytes behind MARK, which it shares with the
 worker, hold the run whose step is being made: if the process dies, they say by whom.
 """

@@ -152,7 +152,7 @@ def judged(episode: vf.Episode, played: Played) -> dict[str, Any]:
     if not math.isfinite(reward):
         return failed("ValueError", f"the reward is {reward}", "")
     ended = next((limit for trace in taught if (limit := _LIMITS.get(trace.stop_condition or ""))), "")
-    return {"reward": reward, "metrics": metrics, "untrained": untrained, "ended": ended}
+    return {"result": {"reward": reward, "metrics": metrics, "untrained": untrained, "ended": ended}}
 
 
 def failed(kind: str, text: str, said: str) -> dict[str, Any]:
@@ -161,4 +161,4 @@ def failed(kind: str, text: str, said: str) -> dict[str, Any]:
     places = [line.strip() for line in said.splitlines() if line.lstrip().startswith("File ")]
     own = [place for place in places if _STANDARD not in place and f"{os.sep}verifiers{os.sep}" not in place] or places
     cause = " ".join(f"{kind}: {text}".split())[:MAX_ERROR] + (f" ({own[-1]})" if own else "")
-    return {"error": {"kind": "agent_error", "cause": cause, "traceback": said[-_MAX_TRACEBACK:]}}
+    return {"error": {"kind": "failed", "cause": cause, "traceback": said[-_MAX_TRACEBACK:]}}

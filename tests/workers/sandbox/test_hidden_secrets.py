@@ -1,4 +1,4 @@
-"""What is behind a curtain sees neither the hidden folder nor a process that could tell of it, and all the rest."""
+"""A process from which secrets are hidden sees neither their folder nor a process that could tell of it."""
 
 import logging
 import os
@@ -8,45 +8,45 @@ from pathlib import Path
 
 import pytest
 
-from corral.workers.sandbox.curtain import Curtain, draw_curtain
+from corral.workers.sandbox.hidden_secrets import NOTHING_HIDDEN, HiddenSecrets, hide_secrets
 from tests.workers.sandbox.processes import processes_with, wait_until
 
 KEY = "the trial's key"
 
 
 @pytest.fixture
-def curtain(tmp_path: Path) -> Curtain:
+def secrets(tmp_path: Path) -> HiddenSecrets:
     (tmp_path / "secrets").mkdir()
     (tmp_path / "secrets" / "keys").write_text(KEY)
-    drawn = draw_curtain([tmp_path / "secrets"])
-    assert drawn.hidden, "bubblewrap draws none here"
-    return drawn
+    hidden = hide_secrets(tmp_path / "secrets")
+    assert hidden.hidden, "bubblewrap hides nothing here"
+    return hidden
 
 
-def behind(curtain: Curtain, script: str, *arguments: str) -> str:
-    command = curtain.around(["/bin/sh", "-c", script, "sh", *arguments])
+def said_by(secrets: HiddenSecrets, script: str, *arguments: str) -> str:
+    command = secrets.around(["/bin/sh", "-c", script, "sh", *arguments])
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
-def test_the_folder_is_empty_and_everything_else_is_there(curtain: Curtain, tmp_path: Path) -> None:
+def test_the_folder_is_empty_and_everything_else_is_there(secrets: HiddenSecrets, tmp_path: Path) -> None:
     (tmp_path / "data").write_text("rows")
     paths = [str(tmp_path / name) for name in ("secrets", "data", "out")]
-    assert behind(curtain, 'ls "$1"; cat "$2"; echo mine >"$3"', *paths) == "rows"
+    assert said_by(secrets, 'ls "$1"; cat "$2"; echo mine >"$3"', *paths) == "rows"
     assert (tmp_path / "out").read_text() == "mine\n"
 
 
-def test_no_process_is_there_whose_memory_or_files_it_could_look_into(curtain: Curtain, tmp_path: Path) -> None:
-    me, secrets = str(os.getpid()), str(tmp_path / "secrets")
+def test_no_process_is_there_whose_memory_or_files_it_could_look_into(secrets: HiddenSecrets, tmp_path: Path) -> None:
+    me, folder = str(os.getpid()), str(tmp_path / "secrets")
     script = 'ls -d /proc/[0-9]* | wc -l; cat /proc/*/root"$1"/keys /proc/"$2"/environ 2>&1; kill -0 "$2" 2>&1; true'
-    found = behind(curtain, script, secrets, me)
+    found = said_by(secrets, script, folder, me)
     assert int(found.split()[0]) < 10
     assert KEY not in found and "No such process" in found
 
 
-def test_it_is_ended_with_all_that_it_started(curtain: Curtain, tmp_path: Path) -> None:
+def test_it_is_ended_with_all_that_it_started(secrets: HiddenSecrets, tmp_path: Path) -> None:
     word = str(tmp_path)  # in no other command line
     script = "setsid sh -c 'while :; do sleep 1; done' \"$1\" & echo; while :; do sleep 1; done"
-    command = curtain.around(["/bin/sh", "-c", script, "sh", word])
+    command = secrets.around(["/bin/sh", "-c", script, "sh", word])
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None and process.stdout.readline()
         wait_until(lambda: len(processes_with(word)) >= 3, "what it starts runs")
@@ -54,16 +54,16 @@ def test_it_is_ended_with_all_that_it_started(curtain: Curtain, tmp_path: Path) 
     wait_until(lambda: not processes_with(word), "nothing of it is left")
 
 
-def test_it_says_by_which_signal_it_was_ended(curtain: Curtain) -> None:
-    ended = subprocess.run(curtain.around(["/bin/sh", "-c", "kill -9 $$"]), timeout=60)
-    assert curtain.exit_code(ended.returncode) == -signal.SIGKILL
-    assert curtain.exit_code(3) == 3 and draw_curtain(()).exit_code(137) == 137
+def test_it_says_by_which_signal_it_was_ended(secrets: HiddenSecrets) -> None:
+    ended = subprocess.run(secrets.around(["/bin/sh", "-c", "kill -9 $$"]), timeout=60)
+    assert secrets.exit_code(ended.returncode) == -signal.SIGKILL
+    assert secrets.exit_code(3) == 3 and NOTHING_HIDDEN.exit_code(137) == 137
 
 
-def test_where_none_can_be_drawn_the_log_says_what_is_open(
+def test_where_nothing_can_be_hidden_the_log_says_what_is_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assert draw_curtain([tmp_path / "secrets"]).around(["true"]) == ["true"]
+        assert hide_secrets(tmp_path / "secrets").around(["true"]) == ["true"]
     assert f"could read {tmp_path / 'secrets'}" in caplog.text and "install the package bubblewrap" in caplog.text
