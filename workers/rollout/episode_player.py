@@ -252,7 +252,7 @@ class EpisodePlayer:
             if session.failure is not None:
                 raise session.failure from error
             kind = _REASONS.get(error.kind, "agent_error")
-            raise AgentFailedError(str(error), kind=kind, traceback=error.traceback) from error
+            raise AgentFailedError(str(error), kind=kind, traceback=error.traceback) from None
         finally:
             self.endpoint.close_episode(key)
         if session.failure is not None and not isinstance(session.failure, RequestRefusedError):

@@ -161,7 +161,7 @@ def test_an_agent_that_misbehaves_is_tried_again_then_its_prompt_dropped_with_th
     assert outcomes["9"].endswith(
         "processes that played it ended, the last: its process ended by itself, killed by signal 9"
     )
-    assert sum(len(record.getMessage()) for record in caplog.records) < 400_000, "the rest is said in a number"
+    assert max(len(record.getMessage()) for record in caplog.records) < 70_000, "the rest is said in a number"
     assert any("bytes more" in record.getMessage() for record in caplog.records)
     assert ", in misbehaves\n" in caplog.text and "user_code/run.py" not in caplog.text, (
         "tracebacks begin in the user's file"
