@@ -150,7 +150,10 @@ class RewardJudge:
         while num_failed < tries:
             traceback = ""
             try:
-                return await self._children[name].call(asked, list[Judged])
+                judged = await self._children[name].call(asked, list[Judged])
+                if len(judged) == len(asked["answers"]):
+                    return judged
+                raise RunFailedError("its process reported another number of rewards than there are answers")
             except RunLostError as error:
                 cause = str(error)
                 num_lost += not error.by_another

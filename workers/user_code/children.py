@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from corral.workers.sandbox.hidden_secrets import NOTHING_HIDDEN, HiddenSecrets, hide_secrets
+from corral.workers.sandbox.hidden_secrets import HiddenSecrets, hide_secrets
 from corral.workers.streams.closing import Closing, cancel
 from corral.workers.streams.loop_thread import LoopThread
 from corral.workers.user_code.blame import printable
@@ -42,7 +42,7 @@ _IMPORT_TIMEOUT_S = 120.0
 _SILENT_BEATS = 3.0  # pauses between beats, beyond the function's own time, after which a process has no loop any more
 _SILENCE_GRACE_S = 5.0
 _LAST_WORDS_S = 1.0
-_LEAVE_S = 30.0  # for a host to end what it has forked, which takes milliseconds
+_LEAVE_S = 10.0  # for a host to end what it has forked, which takes milliseconds
 _MAX_STARTS = 3  # processes in a row that end or hang while they load; then the worker starts again
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What taking a message of any JSON may raise."""
@@ -251,7 +251,7 @@ class Children(Closing):
         """
         self.name = launch.name
         self._launch = launch
-        self._number, self._secrets = number, hide_secrets(*hidden)
+        self._number, self._hidden = number, tuple(hidden)
         self._processes: list[_Process] = []
         self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
@@ -332,7 +332,7 @@ class Children(Closing):
                 async with asyncio.timeout(self._launch.start_timeout_s):
                     first = dict(json.loads(await process.reader.readline() or "{}"))
                 makes_sandboxes = bool(first.get("ready", {}).get("needs_sandbox"))
-                is_up = "ready" in first and not (makes_sandboxes and self._secrets.hidden)
+                is_up = "ready" in first and not (makes_sandboxes and process.secrets.hidden)
             except TimeoutError:
                 cause = f"said nothing within {self._launch.start_timeout_s:.0f} s"
             except (ConnectionError, *_UNREADABLE) as error:
@@ -352,7 +352,7 @@ class Children(Closing):
             if "failed" in first:
                 raise HostError(str(first["failed"]), is_said=True)
             if makes_sandboxes:
-                self._secrets = NOTHING_HIDDEN  # where secrets are hidden it could make none
+                self._hidden = ()  # where secrets are hidden it could make none
                 continue
             num_lost += 1
             cause = cause or f"ended, {ending(code)}"
@@ -363,10 +363,11 @@ class Children(Closing):
         ours, theirs = socket.socketpair()
         mark = os.memfd_create("corral-mark")
         os.truncate(mark, MARK_BYTES)
+        secrets = hide_secrets(*self._hidden)
         with theirs, os.fdopen(mark, "rb+", closefd=True):
-            started = self._launch.prepare(channel=theirs.fileno(), mark=mark, is_hidden=bool(self._secrets.hidden))
+            started = self._launch.prepare(channel=theirs.fileno(), mark=mark, is_hidden=bool(secrets.hidden))
             process = await asyncio.create_subprocess_exec(
-                *self._secrets.around(started.command),
+                *secrets.around(started.command),
                 env=started.environment,
                 cwd=started.folder,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -378,7 +379,7 @@ class Children(Closing):
             memory = mmap.mmap(mark, MARK_BYTES)
         reader, writer = await asyncio.open_connection(sock=ours, limit=LARGEST_LINE)
         silence_s = self._launch.timeout_s + _SILENT_BEATS * self._launch.beat_s + _SILENCE_GRACE_S
-        return _Process(process, reader, writer, memory, started, self._secrets, silence_s=silence_s)
+        return _Process(process, reader, writer, memory, started, secrets, silence_s=silence_s)
 
     async def _watch(self, process: _Process) -> None:
         """Until it ends; then everybody who waits for it hears why."""

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_LOOKS = 4  # in which the time is counted: as long as another run keeps the loop to itself there is at most one
 _CANCEL_GRACE_S = 1.0  # a function that cleans up may say meanwhile where it was
 _NAME: ContextVar[str] = ContextVar("user_code")
 """Of the function whose task runs, or that has started it."""
@@ -57,7 +58,7 @@ class Run:
         self._name, self._timeout_s, self._setting, self._mark = name, timeout_s, setting, mark
         self._may_ask = False
         self._num_asked = 0
-        self._last_answer = asyncio.get_running_loop().time()
+        self._num_answers = 0
 
     def asks(self, function: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         """The same function; while it runs, the user's function waits for others."""
@@ -69,7 +70,7 @@ class Run:
                 return await function(*args, **kwargs)
             finally:
                 self._num_asked -= 1
-                self._last_answer = asyncio.get_running_loop().time()
+                self._num_answers += 1
 
         return ask
 
@@ -80,9 +81,12 @@ class Run:
             LateError: if it did not go on.
         """
         task = asyncio.create_task(_outcome(_Marked(coroutine, self._mark), self._name))
+        looks, num_answers = 0, 0
         try:
-            while not task.done() and (left_s := self._left_s()) > 0.0:
-                await asyncio.wait([task], timeout=left_s)
+            while not task.done() and looks < _LOOKS:
+                await asyncio.wait([task], timeout=self._timeout_s / _LOOKS)
+                looks = 0 if self._num_asked or self._num_answers > num_answers else looks + 1
+                num_answers = self._num_answers
         finally:
             is_late = not task.done()
             if is_late:
@@ -94,11 +98,6 @@ class Run:
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
-
-    def _left_s(self) -> float:
-        if self._num_asked:
-            return self._timeout_s
-        return self._last_answer + self._timeout_s - asyncio.get_running_loop().time()
 
     def _late(self, task: "asyncio.Task[T | BaseException]") -> LateError:
         outcome = task.result() if task.done() and not task.cancelled() else None

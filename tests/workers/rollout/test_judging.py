@@ -367,6 +367,16 @@ def host_of_rewards() -> psutil.Process:
     return host
 
 
+def stops(problem: Mapping[str, Any], answer: str) -> float:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+
+
+def test_a_reward_whose_process_is_stopped_is_late(judges: Any) -> None:
+    with pytest.raises(RewardFailedError, match="last: no result within 0.5 s"):
+        asyncio.run(reward_of(judges("stops", timeout_s=0.5), {}, [3]))
+
+
 def killed_once(problem: Mapping[str, Any], answer: str) -> float:
     flag = Path(problem["flag"])
     if not flag.exists():
@@ -404,13 +414,17 @@ def test_the_process_that_rewards_are_forked_from_is_started_again_when_it_was_k
 def scribbles(problem: Mapping[str, Any], answer: str) -> float:
     for descriptor in range(3, 64):
         with suppress(OSError):
-            os.write(descriptor, b"\xc1 no outcome")
+            os.write(descriptor, problem["words"].encode() + b"\n")
     os._exit(0)
 
 
-def test_what_is_no_outcome_is_a_failure_of_the_reward(judges: Any) -> None:
-    with pytest.raises(RewardFailedError, match="its process ended by itself"):
-        asyncio.run(reward_of(judges("scribbles"), {}, [3]))
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [("no result", "it reported no JSON"), ('{"result": []}', "another number of rewards"), ("7", "no JSON")],
+)
+def test_what_is_no_result_is_a_failure_of_the_reward(words: str, cause: str, judges: Any) -> None:
+    with pytest.raises(RewardFailedError, match=cause):
+        asyncio.run(reward_of(judges("scribbles"), {"words": words}, [3]))
 
 
 async def ends_its_process(problem: Mapping[str, Any], answer: str) -> float:
