@@ -23,7 +23,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.datasets.dataset import Dataset, dataset_spec
+from corral.experiments.datasets.dataset import dataset_spec
 from corral.experiments.datasets.formats import name_of
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.prompts.row_prompts import PromptEncoder
@@ -41,7 +41,7 @@ from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.tether import die_with_parent
 from corral.experiments.trial.trust import Trust
 from corral.workers.data.held_out import MAJORITY, added, means, pass_at_k
-from corral.workers.data.prompts import checked_prompts
+from corral.workers.data.prompts import open_problems
 from corral.workers.generation.backend import ServerAccess
 from corral.workers.generation.generation_server import make_backend
 from corral.workers.lifecycle.worker import BadConfigurationError, WrongDevicesError
@@ -78,9 +78,8 @@ async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult
         use_kept_code(request.code, request.code_digests)
     progress = _read_progress(request)
     config, rollout = request.evaluation, request.rollout
-    rows = Dataset.open(config.dataset, kind="prompts")
     prompts = PromptEncoder(request.weights, config.dataset.chat_template_kwargs)
-    checked_prompts(rows.values(), prompts, config.dataset)
+    rows = open_problems(config.dataset, prompts)
 
     def check_gpus(visible: int) -> int:
         if gpus > visible:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from corral.experiments.checks.environment import check_tasks
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling, RowKind
@@ -106,16 +107,17 @@ def make_evaluation_config(plan: RunPlan, dataset: Path | None, *, max_new_token
     if dataset is None and own is None:
         hint = "name a file with --dataset FILE: one JSON object a line, as in the trial's own dataset"
         raise ConfigError.of("this trial has no held-out problems (`evaluation.dataset`)", hint=hint)
-    form = own.dataset if own else DatasetConfig.model_validate(plan.config["dataset"])
-    sampling = plan.config.get("rollout", {}).get("sampling", {})
-    longest = max_new_tokens or int(sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS))
-    as_trained = own.sampling if own else EvaluationSampling(max_new_tokens=longest)
-    return EvaluationConfig(
-        dataset=form if dataset is None else form.of_file(dataset.absolute()),
-        sampling=as_trained.model_copy(update={"max_new_tokens": max_new_tokens or as_trained.max_new_tokens}),
-        answers_per_problem=own.answers_per_problem if own else 1,
-        correct=own.correct if own else 1.0,
-    )
+    if own is None:
+        sampling = plan.config.get("rollout", {}).get("sampling", {})
+        longest = int(sampling.get("max_new_tokens", _DEFAULT_MAX_NEW_TOKENS))
+        form = DatasetConfig.model_validate(plan.config["dataset"])
+        own = EvaluationConfig(dataset=form, sampling=EvaluationSampling(max_new_tokens=longest))
+    changes: dict[str, Any] = {}
+    if dataset is not None:
+        changes["dataset"] = own.dataset.of_file(dataset.absolute())
+    if max_new_tokens is not None:
+        changes["sampling"] = own.sampling.model_copy(update={"max_new_tokens": max_new_tokens})
+    return own.model_copy(update=changes)
 
 
 def make_requests(

@@ -20,7 +20,6 @@ from types import MappingProxyType
 
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.datasets.dataset import Dataset
-from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.worker_specs import DatasetSpec
 
@@ -31,21 +30,21 @@ BAD_ROW = "bad_row"
 """Why a row is dropped that is broken or too long."""
 
 
-def checked_prompts(rows: Iterable[DatasetRow], encoder: PromptEncoder, config: DatasetConfig) -> list[list[int]]:
-    """The tokens of the problems of a file.
+def open_problems(config: DatasetConfig, encoder: PromptEncoder) -> Dataset:
+    """Held-out problems as a configuration names them.
 
     Raises:
-        ValueError: if one is longer than the limit of its dataset.
+        ConfigError: if they cannot be read.
+        ValueError: if a prompt is longer than the limit of its dataset.
     """
-    prompts = []
-    for row in rows:
-        prompts.append(encoder.encode(row.prompt, tools=row.tools))
-        if len(prompts[-1]) > config.max_prompt_tokens:
+    rows = Dataset.open(config, kind="prompts")
+    for row in rows.values():
+        if (num_tokens := len(encoder.encode(row.prompt, tools=row.tools))) > config.max_prompt_tokens:
             raise ValueError(
-                f"the prompt of {row.place} has {len(prompts[-1])} tokens, more than "
-                f"max_prompt_tokens {config.max_prompt_tokens}; shorten it"
+                f"the prompt of {row.place} has {num_tokens} tokens, more than max_prompt_tokens "
+                f"{config.max_prompt_tokens}; shorten it"
             )
-    return prompts
+    return rows
 
 
 def ordered_uids(

@@ -380,14 +380,13 @@ class ContinuousBatch:
 
 
 def generate_all(
-    decoder: Decoder, requests: Sequence[GenerationRequest], *, batch_size: int, seed: int = 0, version: str = ""
+    decoder: Decoder, requests: Sequence[GenerationRequest], *, batch_size: int, version: str = ""
 ) -> list[RequestOutput]:
     """Run requests to their end on weights that stay, `batch_size` of them at a time.
 
     Only their own stop tokens end them: the model's end-of-sequence ids are not consulted.
 
     Args:
-        seed: of requests that bring none.
         version: tag of the weights.
     """
     if not requests:
@@ -399,7 +398,7 @@ def generate_all(
         eos_token_ids=(),
         max_running_requests=num_rows,
         max_total_tokens=num_rows * longest,
-        seed=seed,
+        seed=0,  # of requests that bring none
         version=version,
     )
     return batch.generate(requests)

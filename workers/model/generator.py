@@ -30,7 +30,7 @@ from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.answer_seed import AnswerSeeds
 from corral.workers.data.held_out import added
-from corral.workers.data.prompts import checked_prompts, split_uid
+from corral.workers.data.prompts import open_problems, split_uid
 from corral.workers.engine.batch import generate_all
 from corral.workers.engine.decoder import Decoder
 from corral.workers.engine.requests import AbortFinish, GenerationRequest, RequestOutput, StopFinish
@@ -214,11 +214,9 @@ class Generator:
             takes_temperatures=config.names_temperatures,
             teacher_prompt_tokens=generation.teacher_prompt_tokens,
         )
-        self._held_out: dict[str, Dataset] = {}
         if evaluates and spec.evaluation is not None:
-            for name, held_out in spec.evaluation.datasets.items():
-                self._held_out[name] = Dataset.open(held_out, kind="prompts")
-                checked_prompts(self._held_out[name].values(), prompts, held_out)
+            held_out = spec.evaluation.datasets.items()
+            self._held_out = {name: open_problems(dataset, prompts) for name, dataset in held_out}
             asks = replace(client, sampling=spec.evaluation.sampling, experts=None)
             self._problems = HeldOutProblems(spec.evaluation, self._held_out, self._groups, asks, seed=seed)
 

@@ -21,6 +21,7 @@ from corral.experiments.inputs.other_pythons import sglang_python
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, link_files
 from corral.experiments.trial.evaluation import BestVersion, EvaluationRequest, progress_path, read_result, result_path
+from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.launcher.evaluation import status
 from corral.launcher.evaluation.jobs import EvaluationResources, evaluation_command
 from corral.launcher.evaluation.plan import (
@@ -117,6 +118,8 @@ def test_other_problems_are_read_in_the_form_of_the_trials_own(tmp_path: Path, m
     plan = read_plan(make_evaluable_trial(tmp_path, model))
     other = write_problems(tmp_path / "other.jsonl", count=2)
     config = make_evaluation_config(plan, other, max_new_tokens=None)
+    own = plan.all_of(ModelWorkerSpec)[0].evaluation
+    assert own is not None and config == own.model_copy(update={"dataset": config.dataset})
     assert (config.dataset.path, config.sampling.max_new_tokens) == (other, 4)
     assert make_evaluation_config(plan, other, max_new_tokens=9).sampling.max_new_tokens == 9
 
