@@ -360,7 +360,9 @@ def _events(path: Path) -> dict[str, Any]:
 
 def _told(event: Mapping[str, Any]) -> dict[str, Any] | None:
     name = event["event"]
-    if name not in _TEXT_BY_EVENT or event.get("code") == 0:
+    if name not in _TEXT_BY_EVENT:
+        return None
+    if name == TASK_ENDED and (event["code"] == 0 or event["caused_by"]):  # what explains it is told
         return None
     text = _TEXT_BY_EVENT[name].format_map(defaultdict(str, event))
     return {

@@ -104,7 +104,7 @@ class AttemptTasks:
             code=ended.returncode,
             why=ended.why,
             caused_by=ended.caused_by,
-            charged=ended.is_charged,
+            charged=ended.is_charged and ended.is_of_its_unit,
             pid=ended.pid,
             node=ended.node,
             log_bytes=ended.log_bytes,

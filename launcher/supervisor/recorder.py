@@ -57,7 +57,7 @@ class Recorder:
 
     def end(self, directory: TrialDirectory, end: AttemptEnd) -> None:
         """Records how the attempt ended, and tells the journal. What the files refuse is tried again until `close`."""
-        self._writes.add(partial(write_end, directory, end))
+        self._writes.waiting.append(partial(write_end, directory, end))  # however much waits: others decide on it
         self._files.wait_for(self._files.submit(self._write), _PATIENCE_S)
         self.event("attempt_ended", state=end.state, cause=end.cause, then=end.then, caused_by=end.caused_by)
 

@@ -85,7 +85,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     caused_by: str = ""
     """What else explains the end; "" if it is the task's own failure, or no failure at all."""
     charged: bool = False
-    """Whether it counts as a crash of the task."""
+    """Whether it is a crash that a restart budget is charged for."""
     pid: int = 0
     """0 if the task could not be started."""
     node: str = ""
@@ -130,7 +130,7 @@ class TaskExit:
 
     @property
     def is_charged(self) -> bool:
-        """Whether it counts as a crash of the task."""
+        """Whether it is charged to the budget of its unit, if it ended the unit."""
         return self.kind is ExitKind.OWN and self.returncode not in (WorkerExit.SUPERSEDED, WorkerExit.NO_ROOM)
 
     @property

@@ -32,17 +32,12 @@ def write_trial(root: Path, name: str, *overrides: str, steps: int = 40) -> Tria
     directory.plan_path.write_bytes(make_run_plan(experiment, identity, "local").to_json())
     record_attempt(directory, attempt=0, resume=False, mode="local")
     add_steps(directory, first=1, last=steps)
+    killed: dict[str, Any] = {"event": "task_ended", "attempt": 0, "code": -9, "why": "SIGKILL"}
     told: list[dict[str, Any]] = [
         {"time": BEGUN_AT, "event": "supervisor_started", "attempt": 0},
-        {
-            "time": BEGUN_AT + 50,
-            "event": "task_ended",
-            "attempt": 0,
-            "who": "model_worker/0",
-            "code": -9,
-            "why": "SIGKILL",
-        },
+        {"time": BEGUN_AT + 50, "who": "model_worker/0", "caused_by": "", **killed},
         {"time": BEGUN_AT + 51, "event": "unit_restarting", "attempt": 0, "unit": "trainer", "cause": HOSTILE},
+        {"time": BEGUN_AT + 900, "who": "redis", "caused_by": "the attempt ends, COMPLETE", **killed},
     ]
     directory.journal_path.write_text("".join(json.dumps(event) + "\n" for event in told))
     end = AttemptEnd(attempt=0, state=EndState.COMPLETE, cause="", then="", ended_at=BEGUN_AT + 900)

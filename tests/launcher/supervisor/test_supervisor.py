@@ -134,7 +134,9 @@ def test_what_ends_is_restarted_with_its_unit_and_with_its_end_on_record(make_tr
     assert set(causes) == {"master_worker/0", "model_worker", "generation_server/0"}
     assert "before the trial was done" in causes["master_worker/0"]
     crash, kill, *_ = ends_of(trial.events("task_ended", who="generation_server/0"))
-    assert (crash.why, kill.why) == ("exit 3", "SIGKILL") and crash.charged
+    assert (crash.why, kill.why) == ("exit 3", "SIGKILL") and crash.charged and kill.charged
+    peer, dead = (ends_of(trial.events("task_ended", who=f"model_worker/{rank}"))[0] for rank in (0, 1))
+    assert dead.charged and not peer.charged and peer.caused_by == f"{dead.who} {dead.why}"
     assert "ValueError: told to exit with 3" in crash.last_lines(trial.directory, 20)
     assert "kill" in kill.last_lines(trial.directory, 20)[-1]
 
