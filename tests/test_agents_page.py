@@ -31,7 +31,7 @@ from corral.experiments.prompts.tokens import load_tokenizer
 from corral.workers.agents.contract import AsksOnError, Words
 from corral.workers.agents.session import ModelLanguage, Reply
 from corral.workers.agents.shipped import calculator, run_tool, schema_of
-from corral.workers.user_code.trials import check_agent, try_reward
+from corral.workers.user_code.checks import check_agent, try_reward
 from tests import chat_models
 from tests.workers.data.tiny_tokenizer import EOS, ids_of, write_tokenizer
 

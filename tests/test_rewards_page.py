@@ -11,8 +11,8 @@ import yaml
 
 from corral.experiments.config.rollout import RewardPart, RolloutConfig
 from corral.experiments.inputs.users_code import TriedRow
+from corral.workers.user_code.checks import Judged, UnfitError, UntriedError, checked_rewards, try_reward
 from corral.workers.user_code.loading import configured, load_callable
-from corral.workers.user_code.trials import Judged, UnfitError, UntriedError, checked_rewards, try_reward
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "rewards.md"
 FILES = {name: text for name, text in re.findall(r"```python\n# (\w+)\.py\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)}

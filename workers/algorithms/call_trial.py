@@ -27,7 +27,7 @@ from corral.workers.backends.base import LOSS_MASK, TokenScores
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.user_code.trials import UntriedError
+from corral.workers.user_code.checks import UntriedError
 
 _LENGTHS = ((5, 7), (6, 5))
 _EPISODES = ((0, 0), (0, 1))

@@ -38,9 +38,9 @@ from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.rollout.turn_journal import EpisodeJournal, TurnJournal
 from corral.workers.user_code import agents
 from corral.workers.user_code.agents import Done
+from corral.workers.user_code.checks import Judged
 from corral.workers.user_code.children import Children, HostError, Launch, RunFailedError, RunLostError, Started
 from corral.workers.user_code.host import REFUSED, UNJUDGED, Setup
-from corral.workers.user_code.trials import Judged
 
 logger = logging.getLogger(__name__)
 

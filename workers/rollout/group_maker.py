@@ -58,7 +58,7 @@ from corral.workers.rollout.judging import (
 )
 from corral.workers.rollout.served_teachers import ServedTeachers, TeacherFailedError
 from corral.workers.streams.closing import all_or_first_error, cancel
-from corral.workers.user_code.trials import Judged
+from corral.workers.user_code.checks import Judged
 
 logger = logging.getLogger(__name__)
 

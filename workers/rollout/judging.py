@@ -26,9 +26,9 @@ from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import Problem
 from corral.workers.streams.closing import all_or_first_error
 from corral.workers.user_code import scoring
+from corral.workers.user_code.checks import Judged, checked_reward
 from corral.workers.user_code.children import Children, Launch, RunFailedError, RunLostError
 from corral.workers.user_code.host import STOPS_TRIAL, Setup
-from corral.workers.user_code.trials import Judged, checked_reward
 
 logger = logging.getLogger(__name__)
 

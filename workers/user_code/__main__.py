@@ -36,9 +36,9 @@ from corral.workers.modules import loading_modules
 from corral.workers.sandbox.availability import why_no_sandbox
 from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.user_code.blame import describe_error, watched
+from corral.workers.user_code.checks import UnfitError, UntriedError, cause_of, check_agent, fails_on, try_reward
 from corral.workers.user_code.loading import NoSuchNameError, configured, load_callable
 from corral.workers.user_code.scoring import TRIED_ON, weights_of
-from corral.workers.user_code.trials import UnfitError, UntriedError, cause_of, check_agent, fails_on, try_reward
 
 _MAX_DATA_BYTES = 16 * 2**20  # one file; what is larger is no part of a program
 _INSTALLED = ("site-packages", "dist-packages")

@@ -20,10 +20,10 @@ from corral.workers.agents.contract import Endpoint, EpisodeEndedError, Message,
 from corral.workers.agents.http_model import HttpModel, open_http
 from corral.workers.agents.session import ModelLanguage, Session
 from corral.workers.user_code.blame import LONGEST_NAME, printable
+from corral.workers.user_code.checks import checked_reward
 from corral.workers.user_code.host import Ask, Program, Setup
 from corral.workers.user_code.loading import load_callable
 from corral.workers.user_code.run import Run
-from corral.workers.user_code.trials import checked_reward
 
 _MOST_NOTES = 64  # numbers of an episode
 

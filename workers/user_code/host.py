@@ -44,9 +44,9 @@ from corral.workers.sandbox.availability import why_no_sandbox
 from corral.workers.sandbox.base import asks_for_sandbox
 from corral.workers.streams.live_timeout import LiveTimeout
 from corral.workers.user_code.blame import LONGEST_CAUSE, printable, users_traceback, watched
+from corral.workers.user_code.checks import LateError, cause_of
 from corral.workers.user_code.loading import load_callable
 from corral.workers.user_code.run import Run, blocking_interrupted
-from corral.workers.user_code.trials import LateError, cause_of
 
 LARGEST_LINE = 2**26  # bytes of a message: a task's row and its prompt's tokens, or the answers of a group
 MARK_BYTES = 8

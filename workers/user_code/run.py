@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from corral.workers.user_code.blame import place_of
-from corral.workers.user_code.trials import LateError
+from corral.workers.user_code.checks import LateError
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
+from corral.workers.user_code.checks import as_taken, checked_rewards, is_async, what_it_takes
 from corral.workers.user_code.host import Ask, Program, Setup
 from corral.workers.user_code.loading import configured, load_callable
 from corral.workers.user_code.run import Run
-from corral.workers.user_code.trials import as_taken, checked_rewards, is_async, what_it_takes
 
 TRIED_ON = ([0.0], [1.0], [0.0, 0.5, 1.0])
 """Histories that a sampler's function has to have weights for before a trial starts."""

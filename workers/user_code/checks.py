@@ -1,4 +1,4 @@
-"""Tries of a user's functions, as workers will call them: what does not fit is said with its file and line."""
+"""Checks of a user's functions, called as workers will call them: what does not fit is said with its file and line."""
 
 import asyncio
 import inspect
