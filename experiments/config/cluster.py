@@ -87,6 +87,8 @@ class LaunchConfig(JobOptions, FrozenConfig):
     """Seconds before the time limit at which the trial checkpoints and hands over to its next attempt; SLURM may be up to a minute early."""  # noqa: E501
     gang_timeout_s: float = Field(default=600.0, gt=0.0)
     """Layout `jobs`: seconds from the first running job to the last; after it all are given back and asked for again."""  # noqa: E501
+    sbatch_template: Path | None = None
+    """A Jinja template to use instead of the shipped trial.sbatch.j2."""
 
 
 class SupervisionConfig(FrozenConfig):

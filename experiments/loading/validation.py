@@ -107,7 +107,6 @@ OLD_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "sglang.probe_timeout_s": ("", "it is 60 s"),
         "launch.no_kill": ("", "SLURM requeues a job that has lost a node, which goes on from the last commit"),
         "launch.exclude_failed_nodes": ("", "later attempts avoid the nodes that failed"),
-        "launch.sbatch_template": ("", "load modules and set variables before rl-submit: jobs inherit its environment"),
         "cluster.threads_per_core": ("", "sinfo says it"),
         "supervision.lease_ttl_s": ("", "it is 10 s"),
     }

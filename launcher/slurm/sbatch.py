@@ -10,13 +10,16 @@ and control characters, which could start another line, are refused.
 import json
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.own_python import own_python
+from corral.experiments.regular_file import read_regular
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.cluster.own_jobs import job_name
 from corral.launcher.layout.layout import Allocation, Layout, PlacedTrial
@@ -47,21 +50,23 @@ def refusal_command(options: Sequence[str]) -> str:
 
 
 def render_script(trial: PlacedTrial) -> str:
-    """The batch script of a trial.
+    """The batch script of a trial, from the shipped template or the user's own.
 
     Raises:
         ValueError: if the path of the trial or an option holds control characters.
-        ConfigError: if SLURM cannot take the path.
+        ConfigError: if SLURM cannot take the path, or the user's own template does not make a script.
     """
-    path = str(trial.directory.path)
+    path, template = str(trial.directory.path), trial.plan.launch.sbatch_template
     check_plain_text(path, what="trial directory")
-    return render_shipped(
-        "trial.sbatch.j2",
-        sbatch_lines=sbatch_lines(sbatch_options(trial)),
-        supervisor=shlex.join(own_python("-m", "corral.launcher.supervisor", "--trial", path)),
-        directory=path,
-        python=sys.executable,
-    )
+    variables = {
+        "sbatch_lines": sbatch_lines(sbatch_options(trial)),
+        "supervisor": shlex.join(own_python("-m", "corral.launcher.supervisor", "--trial", path)),
+        "directory": path,
+        "python": sys.executable,
+    }
+    if template is None:
+        return render_shipped("trial.sbatch.j2", **variables)
+    return _render_own_template(template, variables)
 
 
 def render_extra_job(directory: TrialDirectory) -> str:
@@ -220,6 +225,47 @@ def _templates() -> "Environment":
     environment.filters["shell"] = shlex.quote
     environment.filters["comment_text"] = _comment_text
     return environment
+
+
+def _render_own_template(template: Path, variables: dict[str, Any]) -> str:
+    """The user's own template, rendered and looked at as far as one can without running it."""
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    def refuse(why: str, hint: str) -> ConfigError:
+        return ConfigError.of(
+            f"sbatch template {template}: {why}", hint=hint, path=("launch", "sbatch_template"), shown=str(template)
+        )
+
+    try:
+        source = read_regular(template).decode("utf-8").replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(f"cannot be read ({error})", "name a readable UTF-8 file, or leave it out") from error
+    try:
+        script = _templates().from_string(source).render(variables)
+    except TemplateError as error:
+        line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        known = ", ".join(variables)
+        raise refuse(
+            f"{error.message}{line}", f"variables are {known}; write them as <% {next(iter(variables))} %>"
+        ) from error
+    if not script.startswith("#!"):
+        raise refuse("its first line is no #! line", "start it with #!/bin/bash")
+    # sbatch reads no #SBATCH line after the first line that is neither empty nor a comment.
+    lines = script.splitlines(keepends=True)
+    before_commands = takewhile(lambda line: not line.strip() or line.startswith("#"), lines)
+    if variables["sbatch_lines"] not in "".join(before_commands):
+        raise refuse(
+            "the SBATCH lines are missing before its first command, so the job would not ask for the trial's nodes",
+            "put <% sbatch_lines %> right after the #! line",
+        )
+    if variables["supervisor"] not in script:
+        raise refuse("it never becomes the supervisor", "end it with exec <% supervisor %>")
+    checked = subprocess.run(
+        ["bash", "-n"], input=script, capture_output=True, text=True, timeout=_BASH_TIMEOUT_S, check=False
+    )
+    if checked.returncode != 0:
+        raise refuse(f"bash cannot parse it: {' '.join(checked.stderr.split())}", "bash -n shows the same")
+    return script
 
 
 def _comment_text(text: str) -> str:

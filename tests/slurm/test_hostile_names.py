@@ -56,6 +56,7 @@ FIELDS = (
     ("cluster", "bind_address"),
     ("cluster", "container_python"),
     ("launch", "extra_sbatch_arguments"),
+    ("launch", "sbatch_template"),
 )
 
 

@@ -263,6 +263,56 @@ def test_an_enclosing_jobs_step_defaults_do_not_reach_the_supervisor(tmp_path: P
     assert kept == {"SLURM_JOB_ID"}
 
 
+OWN_TEMPLATE = """\
+#!/bin/bash
+# ours: <% directory | comment_text %>
+<% sbatch_lines %>
+module load cuda
+exec <% supervisor %>
+"""
+
+
+def test_a_site_may_bring_its_own_template(tmp_path: Path) -> None:
+    template = tmp_path / "own.j2"
+    template.write_bytes(OWN_TEMPLATE.replace("\n", "\r\n").encode())
+    script = render("/scratch/it's", launch={"sbatch_template": template})
+    lines = script.split("\n")
+    assert lines[:2] == ["#!/bin/bash", "# ours: /scratch/it's"]
+    assert "#SBATCH --nodes=1" in lines and "\r" not in script
+    assert lines[-3:] == [
+        "module load cuda",
+        "exec /opt/python -P -m corral.launcher.supervisor --trial '/scratch/it'\"'\"'s'",
+        "",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("<% supervisor %>", "<% supervisr %>", ["supervisr", "variables are sbatch_lines, supervisor"]),
+        ("<% supervisor %>", "<%% if %%>", ["line 5"]),
+        ("exec <% supervisor %>", "exec true", ["never becomes the supervisor"]),
+        ("exec", "if exec", ["bash cannot parse it"]),
+        ("#!/bin/bash\n", "", ["no #! line"]),
+        ("<% sbatch_lines %>\nmodule load cuda", "module load cuda\n<% sbatch_lines %>", ["before its first command"]),
+    ],
+)
+def test_a_template_that_makes_no_script_is_refused_before_submission(
+    old: str, new: str, words: list[str], tmp_path: Path
+) -> None:
+    template = tmp_path / "own.j2"
+    template.write_text(OWN_TEMPLATE.replace(old, new))
+    with pytest.raises(ConfigError) as refused:
+        render(launch={"sbatch_template": template})
+    assert all(word in str(refused.value) for word in [*words, str(template)]), str(refused.value)
+    assert refused.value.problems[0].path == ("launch", "sbatch_template")
+
+
+def test_a_template_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.j2: cannot be read"):
+        render(launch={"sbatch_template": tmp_path / "nowhere.j2"})
+
+
 def quick_extra_job(directory: TrialDirectory, *, silence_s: float = 1) -> str:
     script = render_extra_job(directory)
     return script.replace("> 120)", f"> {silence_s})").replace("sleep 5", "sleep 0.1")
