@@ -65,6 +65,11 @@ from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Sch
 from corral.scheduling.worker_information import WorkerKind
 
 Name = Annotated[str, AfterValidator(validate_name)]
+_FOLLOWING = {
+    "models", "roles", "graph", "parsed_allocation", "meshes", "num_training_ranks", "allocation_problems",
+    "_scheduling", "routed_experts",
+}  # fmt: skip
+"""Properties that are computed once, from fields that a copy may have other values of."""
 
 
 class Experiment(FrozenConfig):
@@ -115,7 +120,7 @@ class Experiment(FrozenConfig):
     def row_kind(self) -> RowKind:
         """What every row of the datasets must have."""
 
-    @property
+    @cached_property
     def models(self) -> dict[str, ModelConfig]:
         """The model of each role, first the one whose weights are published: of every field that holds one."""
         fields = {self.role_by_field.get(name, name): getattr(self, name) for name in type(self).model_fields}
@@ -126,7 +131,7 @@ class Experiment(FrozenConfig):
         model = self.models.get(role)
         return next((name for name in type(self).model_fields if model and getattr(self, name) is model), role)
 
-    @property
+    @cached_property
     def roles(self) -> tuple[str, ...]:
         """Roles of the models that are held."""
         return tuple(self.models)
@@ -168,7 +173,7 @@ class Experiment(FrozenConfig):
     def sample_keys(self) -> tuple[str, ...]:
         """What samples have before the first call of a step."""
 
-    @property
+    @cached_property
     def graph(self) -> DataflowGraph:
         """The calls, and who waits for whom."""
         return build_dataflow([*self.calls(), *self.evaluate_calls()], self.sample_keys)
@@ -184,12 +189,12 @@ class Experiment(FrozenConfig):
         """The allocation string, read."""
         return parse_allocation(self.allocation)
 
-    @property
+    @cached_property
     def meshes(self) -> dict[str, Mesh]:
         """The ranks of each role."""
         return self.parsed_allocation.meshes(self.roles)
 
-    @property
+    @cached_property
     def num_training_ranks(self) -> int:
         return 1 + max(rank for mesh in self.meshes.values() for rank in mesh.ranks)
 
@@ -220,7 +225,18 @@ class Experiment(FrozenConfig):
 
     def scheduling_setup(self) -> ExperimentScheduling:
         """Count and resources of every group."""
+        return self._scheduling
+
+    @cached_property
+    def _scheduling(self) -> ExperimentScheduling:
         return ExperimentScheduling(**{kind: self._tasks_group(kind) for kind in self.expected_counts})
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Another experiment, of which nothing is taken over that followed from the fields of this one."""
+        copied = super().model_copy(update=update, deep=deep)
+        for name in _FOLLOWING & copied.__dict__.keys():
+            del copied.__dict__[name]
+        return copied
 
     def default_scheduling(self, kind: WorkerKind) -> Scheduling:
         """What a worker asks for where the experiment does not say."""

@@ -12,6 +12,7 @@ Without a critic, advantages compare the answers to one prompt: GRPO and its kin
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
@@ -104,7 +105,7 @@ class PolicyExperiment(Experiment):
         """Sources of rows that have teachers of their own."""
         return (*self.teachers, *filter(None, self.rollout.served_teachers))
 
-    @property
+    @cached_property
     def models(self) -> dict[str, ModelConfig]:
         return {**super().models, **{f"teacher_{source}": model for source, model in self.teachers.items()}}
 
@@ -117,7 +118,7 @@ class PolicyExperiment(Experiment):
         # A reward of one's own may judge without a reference.
         return "answers" if self.rollout.compares else "prompts"
 
-    @property
+    @cached_property
     def routed_experts(self) -> RoutedExpertsSpec | None:
         """The experts that samples carry from who makes them to who trains on them; None where they carry none."""
         sizes = decoder_sizes(self.actor.path) if self.ppo.router_replay else None

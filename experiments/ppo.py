@@ -9,6 +9,7 @@ their own, which takes its weights over before each step: a share of the allocat
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from corral.experiments.checks.generation import check_embedded_model
@@ -48,7 +49,7 @@ class PPOExperiment(PolicyExperiment):
         """Whether a replica of the policy generates, on ranks of its own."""
         return any(GENERATION in share.roles for share in self.parsed_allocation.training)
 
-    @property
+    @cached_property
     def roles(self) -> tuple[str, ...]:
         return (*super().roles, GENERATION) if self.has_replica else super().roles
 
