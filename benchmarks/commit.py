@@ -47,7 +47,7 @@ from corral.workers.checkpoint.ledger import Ledger, numbers_of  # noqa: E402
 from corral.workers.master.commits import Commits  # noqa: E402
 from corral.workers.master.disk import Disk  # noqa: E402
 from corral.workers.master.epoch import Epoch  # noqa: E402
-from corral.workers.master.trainer_gang import WrittenFiles  # noqa: E402
+from corral.workers.master.trainer_group import WrittenFiles  # noqa: E402
 from corral.workers.master.weights import PublishedVersions  # noqa: E402
 
 MB = 2**20
@@ -142,7 +142,7 @@ def train_step(parameters: list[Any], optimizer: Any) -> None:
 
 
 class Rank:
-    """What the master has instead of a gang: one rank behind a pipe."""
+    """What the master has instead of a trainer group: one rank behind a pipe."""
 
     workers = ("model_worker/0",)
 

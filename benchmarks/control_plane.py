@@ -3,8 +3,8 @@
     python benchmarks/control_plane.py [--ranks 64 256 1024] [--samples 8192] [--answers 8] [--steps 9] [--idle-s 10]
                                        [--profile]
 
-The master's own code runs here: request stream with CURVE, trainer gang, sequence buffer, trajectory source, with the
-graph actor_inf, ref_inf -> actor_train of a real plan. The ranks of `stub_ranks.py` live in other processes, a
+The master's own code runs here: request stream with CURVE, trainer group, sequence buffer, trajectory source, with
+the graph actor_inf, ref_inf -> actor_train of a real plan. The ranks of `stub_ranks.py` live in other processes, a
 connection each. It prints CPU seconds of the whole master process, of the middle step and of the least one, those of
 its event loop's thread in the middle step, their share of a step of 30 s, and the bytes of a step that went to the
 ranks and came from them:
@@ -50,7 +50,7 @@ from corral.workers.master.calls import MeshCalls  # noqa: E402
 from corral.workers.master.master_worker import rare_collections  # noqa: E402
 from corral.workers.master.sample_source import SequenceBuffer, TrajectorySource  # noqa: E402
 from corral.workers.master.step_order import StepRunner  # noqa: E402
-from corral.workers.master.trainer_gang import TrainerGang  # noqa: E402
+from corral.workers.master.trainer_group import TrainerGroup  # noqa: E402
 from tests.experiments.broken_yaml import write_inputs  # noqa: E402
 from tests.name_services import MemoryNameService  # noqa: E402
 
@@ -182,15 +182,15 @@ async def _drive(
     graph = build_dataflow(spec.calls)
     cost, begin_s = Cost(), time.process_time()
     opening = asyncio.create_task(_start_ranks(load, context, secrets, ranks))
-    async with TrainerGang(context, spec, epoch=1) as gang:
+    async with TrainerGroup(context, spec, epoch=1) as trainers:
         await opening
-        await gang.initialize(step=0, weights={}, states={})
+        await trainers.initialize(step=0, weights={}, states={})
         cost.startup_s = time.process_time() - begin_s
         lineage = Lineage([], epoch=1)
         buffer = SequenceBuffer(is_consumed=lambda uid: False)
         source = TrajectorySource(
             buffer,
-            gang,
+            trainers,
             lineage,
             input_keys=graph.dataset_keys,
             batch_size=load.samples,
@@ -199,15 +199,15 @@ async def _drive(
             on_drop=lambda uid, reason: None,
             is_dropped=lambda uid: False,
         )
-        calls = MeshCalls(spec, graph, gang, buffer, lineage)
+        calls = MeshCalls(spec, graph, trainers, buffer, lineage)
         for step in range(num_steps + 1):
             process_s, loop_s = time.process_time(), time.thread_time()
             if profile is not None and step > 0:
                 profile.enable()
-            batch = await _next_batch(gang, source, step)
+            batch = await _next_batch(trainers, source, step)
             await StepRunner(graph, calls, batch, version=step, publish=_publish).run()
             calls.end_step()
-            gang.clear(buffer.release(batch))
+            trainers.clear(buffer.release(batch))
             if profile is not None:
                 profile.disable()
             if step > 0:  # the first one warms up
@@ -224,14 +224,14 @@ async def _publish() -> None:
     """Weights are no part of what is measured."""
 
 
-async def _next_batch(gang: TrainerGang, source: TrajectorySource, step: int) -> list[str]:
+async def _next_batch(trainers: TrainerGroup, source: TrajectorySource, step: int) -> list[str]:
     while True:
-        gang.news.clear()
-        gang.check_alive()
+        trainers.news.clear()
+        trainers.check_alive()
         batch = await source.poll(version=step, remaining=2**40)
         if batch is not None:
             return batch
-        await gang.news.wait()
+        await trainers.news.wait()
 
 
 async def _start_ranks(load: Load, context: WorkerContext, secrets: Path, ranks: "list[subprocess.Popen[str]]") -> None:

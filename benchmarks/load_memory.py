@@ -156,7 +156,7 @@ def play_rank(
 
 
 def join(rank: int, num_ranks: int, address: Path) -> ParallelContext:
-    """The gang of all ranks; rank 0 says in a file where it is."""
+    """The trainer group of all ranks; rank 0 says in a file where it is."""
     if rank == 0:
         store, text = host_store("127.0.0.1", timeout_s=TIMEOUT_S)
         address.with_suffix(".part").write_text(text)

@@ -36,7 +36,7 @@ from corral.workers.engine.engine import GenerationEngine  # noqa: E402
 from corral.workers.engine.server import EngineServer  # noqa: E402
 from corral.workers.episodes.stream_events import stream_events  # noqa: E402
 from corral.workers.rollout import generation_client  # noqa: E402
-from corral.workers.rollout.generation_client import GenerationClient, Setback  # noqa: E402
+from corral.workers.rollout.generation_client import FailedTry, GenerationClient  # noqa: E402
 from tests.workers.trusted import trust  # noqa: E402
 
 PROMPT = [(7 * index) % 1000 for index in range(256)]
@@ -79,7 +79,7 @@ async def measure(name: str, url: str, cpu_seconds: Callable[[], float], *, num_
     bodies = Bodies()
     generation_client.stream_events = lambda pieces: stream_events(bodies.kept(pieces))  # type: ignore[attr-defined]
 
-    async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+    async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
         assert setback is None, setback
         return url
 

@@ -26,7 +26,7 @@ from corral.workers.streams.security import StreamSecurity
 from tests.name_services import NamesAddress, running_names
 
 LOOPBACK = "127.0.0.1"
-_GANG = "gang"
+_GANG = "trainer group"
 _LEAVE_S = 60.0
 
 

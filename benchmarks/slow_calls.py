@@ -51,7 +51,7 @@ class Interval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     call: str
     number: int
-    """Times that the rank has run this call before: the step, where a call has one go."""
+    """Times that the rank has run this call before: the step, where a call has one slice."""
     begun_s: float
     ended_s: float
 

@@ -2,7 +2,7 @@
 
     python benchmarks/split_placement.py [--steps 3]
 
-The master's own code runs here (trainer gang, dealing, transfers, step runner), real model workers run in processes of
+The master's own code runs here (trainer group, dealing, transfers, step runner), real model workers run in processes of
 their own, and samples move between them; but each call sleeps (`slow_calls.py`) for 0.2 to 0.6 s. Printed are the
 seconds of a step beside those of the best order that the graph allows (its critical path, where ranks are resources),
 and from the ranks' own records which calls ran side by side in every step:
@@ -41,7 +41,7 @@ from corral.workers.lifecycle.worker import WorkerContext  # noqa: E402
 from corral.workers.master.calls import MeshCalls  # noqa: E402
 from corral.workers.master.sample_source import DatasetSource, SequenceBuffer  # noqa: E402
 from corral.workers.master.step_order import StepOutcome, StepRunner  # noqa: E402
-from corral.workers.master.trainer_gang import TrainerGang  # noqa: E402
+from corral.workers.master.trainer_group import TrainerGroup  # noqa: E402
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs  # noqa: E402
 from tests.workers.backends.training_helpers import save_tiny_model  # noqa: E402
 
@@ -176,23 +176,23 @@ async def _drive(context: WorkerContext, *, num_steps: int) -> list[Seen]:
     spec = context.specification(MasterWorkerSpec)
     graph = build_dataflow(spec.calls)
     seen: list[Seen] = []
-    async with TrainerGang(context, spec, epoch=1) as gang:
-        await gang.initialize(step=0, weights=spec.initial_weights, states={})
+    async with TrainerGroup(context, spec, epoch=1) as trainers:
+        await trainers.initialize(step=0, weights=spec.initial_weights, states={})
         buffer = SequenceBuffer(is_consumed=lambda uid: False)
         uids = ordered_uids(
             [f"sum-{number}" for number in range(spec.num_prompts)], seed=1, dataset_epoch=0, shuffle=True
         )
         source = DatasetSource(
-            iter(uids), buffer, gang, batch_size=spec.train_batch_size, on_drop=lambda uid, why: None
+            iter(uids), buffer, trainers, batch_size=spec.train_batch_size, on_drop=lambda uid, why: None
         )
-        calls = MeshCalls(spec, graph, gang, buffer, Lineage([], epoch=1))
+        calls = MeshCalls(spec, graph, trainers, buffer, Lineage([], epoch=1))
         for step in range(num_steps):
             batch = await source.poll(version=step, remaining=spec.num_prompts)
             assert batch is not None, "rows are always there"
             started = time.monotonic()
             result = await StepRunner(graph, calls, batch, version=step, publish=_publish).run()
             seen.append(Seen(time.monotonic() - started, result, calls.end_step()))
-            gang.clear(buffer.release(batch))
+            trainers.clear(buffer.release(batch))
     return seen
 
 

@@ -61,7 +61,7 @@ class CountingCodec(MessageCodec[ToWorker]):
 
 
 class StubRank:
-    """One rank of the gang."""
+    """One rank of the trainer group."""
 
     def __init__(
         self, security: StreamSecurity, endpoint: str, rank: int, *, num_samples: int, num_answers: int, at_once: int

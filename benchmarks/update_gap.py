@@ -49,7 +49,7 @@ from corral.workers.episodes.partial_answer import PartialAnswer  # noqa: E402
 from corral.workers.generation.control import ControlServer  # noqa: E402
 from corral.workers.manager.gserver_manager import GserverManager  # noqa: E402
 from corral.workers.requests.manager_messages import Route, Schedule  # noqa: E402
-from corral.workers.rollout.generation_client import GenerationClient, Setback  # noqa: E402
+from corral.workers.rollout.generation_client import FailedTry, GenerationClient  # noqa: E402
 from corral.workers.streams.https import open_session  # noqa: E402
 from corral.workers.weight_transport.filling import StagedVersion  # noqa: E402
 from corral.workers.weight_transport.host_weights import HostWeights  # noqa: E402
@@ -128,7 +128,7 @@ class Trial:
         """One group after the other, each as if it were admitted now, for the next batch of the trainer."""
         headers = {"Authorization": f"Bearer {API_KEY}"}
 
-        async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+        async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
             asked = Schedule(
                 uid=uid, tokens=tokens, order=0, due_step=due_step, oldest_version=oldest_version, knows=self.knows
             )

@@ -42,7 +42,7 @@ class WorkerExit(IntEnum):
     """A phase passed its deadline."""
     SUPERSEDED = 75
     """Another process has its place: nothing crashed."""
-    GANG_BROKEN = 76
+    PEERS_FAILED = 76
     """Another rank is gone, which is the cause."""
     NOT_FINITE = 77
     """Training gives no finite loss, from the last commit on, too: another try gives the same."""

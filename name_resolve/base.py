@@ -22,7 +22,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5  # of wait(): soon for one that is almost there, rare for a gang of hundreds
+_FIRST_PAUSE_S, _MAX_PAUSE_S = (
+    0.02,
+    0.5,
+)  # of wait(): soon for one that is almost there, rare for a trainer group of hundreds
 _NOBODY = "nobody"  # owns what was added
 
 

@@ -9,7 +9,7 @@
     generation/weights_in_use        directories of weights that servers read now
     trainer/policy_version           the weights that were published last
     trainer/committed                slot of the trial log's last commit or fall-back
-    rendezvous/{incarnation}         where the ranks of one gang meet
+    rendezvous/{incarnation}         where the ranks of one trainer group meet
 
 Names are relative: in Redis they live under `prefix`.
 """
@@ -88,7 +88,7 @@ class TrialKeys:
     def prompts(self) -> str:
         return f"{self.trainer_root()}/prompts"
 
-    def gang_rendezvous(self, incarnation: int | str) -> str:
+    def trainer_rendezvous(self, incarnation: int | str) -> str:
         return check_name(f"rendezvous/{incarnation}")
 
 

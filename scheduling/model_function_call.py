@@ -113,7 +113,7 @@ class ModelFunctionCall(FrozenModel):
     implementation: str
     """The interface that implements it: a built-in name ("ppo_actor") or an import path."""
     n_seqs: int = Field(ge=1)
-    """Samples (prompts with all of their answers) that it takes at a time; a batch of more is taken in several goes,
+    """Samples (prompts with all of their answers) that it takes at a time; a batch of more is taken in several slices,
     each as soon as that many have the call's input keys."""
     input_keys: tuple[str, ...] = ()
     """Keys that it reads, as the graph calls them."""

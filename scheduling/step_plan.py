@@ -1,7 +1,7 @@
-"""A graph on its meshes -> what a train step does where: goes, routes of keys, reallocations, calls side by side.
+"""A graph on its meshes -> what a train step does where: slices, routes of keys, reallocations, calls side by side.
 
-    samples ─input_ids─┬─► ref_inf     2 goes of 4 samples, 2 for each data-parallel rank    ranks 0-1
-                       └─► values      1 go of 8                                             ranks 2-3, beside ref_inf
+    samples ─input_ids─┬─► ref_inf     2 slices of 4 samples, 2 for each data-parallel rank ranks 0-1
+                       └─► values      1 slice of 8                                          ranks 2-3, beside ref_inf
     ref_inf ─ref_logprobs─► actor_train
     actor_train ┄┄ 0.1 ┄┄► ref/0                                                             after it
 
@@ -60,7 +60,7 @@ class StepPlan:
 
     Example:
         plan = StepPlan(graph=build_dataflow(calls), meshes=meshes, sample_ranks=(0,), batch_size=8)
-        plan.goes(plan.graph.call("ref_inf"))       # (4, 4)
+        plan.slices(plan.graph.call("ref_inf"))       # (4, 4)
         plan.beside("ref_inf")                      # ("values",)
     """
 
@@ -75,8 +75,8 @@ class StepPlan:
         """The ranks that compute a call."""
         return self.meshes[call.model_name]
 
-    def goes(self, call: ModelFunctionCall) -> tuple[int, ...]:
-        """Samples of each go of a call, in the order in which it takes them."""
+    def slices(self, call: ModelFunctionCall) -> tuple[int, ...]:
+        """Samples of each slice of a call, in the order in which it takes them."""
         whole, rest = divmod(self.batch_size, call.n_seqs)
         return (call.n_seqs,) * whole + ((rest,) if rest else ())
 
@@ -146,11 +146,11 @@ class StepPlan:
         return over
 
     def _ends_before(self, producer: str, consumer: str) -> bool:
-        """Whether a call has to be over before one that waits for it begins: its goes before the last do not do."""
+        """Whether a call has to be over before one that waits for it begins: its slices before the last do not do."""
         if producer in self.graph.must_follow(consumer):
             return True
-        first_of_consumer = self.goes(self.graph.call(consumer))[0]
-        return first_of_consumer > sum(self.goes(self.graph.call(producer))[:-1])
+        first_of_consumer = self.slices(self.graph.call(consumer))[0]
+        return first_of_consumer > sum(self.slices(self.graph.call(producer))[:-1])
 
 
 def describe_shards(mesh: Mesh) -> str:

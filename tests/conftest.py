@@ -1,6 +1,6 @@
 """Settings for all tests: nothing here is measured by the clock, so hypothesis sets no deadline either.
 
-The longest files come first, then clusters, whole trials and gangs of ranks: at the end no process should be left alone
+The longest files come first, then clusters, whole trials and trainer groups: at the end no process should be left alone
 with a long file.
 """
 

@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     stopping = threading.Event()
     keys = TrialKeys(plan.trial.uuid)
     identity = _identity(arguments)
-    # Ranks of a gang share their incarnation, so the process id keeps the owners of their records apart.
+    # Ranks of a trainer group share their incarnation, so the process id keeps the owners of their records apart.
     owner, ttl_s = f"{arguments.incarnation}.{identity.pid}", LEASE_TTL_S
     key = keys.worker(arguments.kind, arguments.index)
     try:

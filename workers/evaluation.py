@@ -47,7 +47,7 @@ from corral.workers.generation.generation_server import make_backend
 from corral.workers.lifecycle.worker import BadConfigurationError, WrongDevicesError
 from corral.workers.requests.manager_messages import HeldOutProblem
 from corral.workers.rollout.episode_player import open_player
-from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.generation_client import FailedTry, GenerationClient
 from corral.workers.rollout.group_maker import GroupMaker
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
@@ -112,7 +112,7 @@ async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult
         ended = asyncio.ensure_future(backend.wait_ended())
         stack.callback(ended.cancel)
 
-        async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str:
+        async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str:
             return url
 
         headers = {"Authorization": f"Bearer {access.api_key.reveal()}"}

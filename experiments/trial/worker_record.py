@@ -54,7 +54,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     attempt: int = 0
     incarnation: str = ""
-    """Random; new at each start, and shared by the ranks of one gang start."""
+    """Random; new at each start, and shared by the ranks of one trainer group start."""
     phase: str = "starting"
     """A word or two for people."""
     in_phase_s: float = 0.0

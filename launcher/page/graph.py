@@ -66,9 +66,9 @@ def graph_of(step: StepPlan, *, samples: str, published_to: str) -> Graph:
 def _node(step: StepPlan, call: ModelFunctionCall) -> Node:
     mesh = step.mesh(call)
     lines = [f"{call.model_name} {call.call_type.value}", f"{mesh.dims.short} on {fold_numbers(mesh.ranks)}"]
-    goes = step.goes(call)
-    if call.call_type is not CallType.EVALUATE and len(goes) > 1:
-        lines.append(f"{len(goes)} goes of {goes[0]}")
+    slices = step.slices(call)
+    if call.call_type is not CallType.EVALUATE and len(slices) > 1:
+        lines.append(f"{len(slices)} slices of {slices[0]}")
     return Node(name=call.name, lines=tuple(lines), role=call.role)
 
 

@@ -206,18 +206,18 @@ def _calls(plan: RunPlan, step: StepPlan, roles: Mapping[ModelName, ModelRoleSpe
     has_beside = any(beside.values())
     yield [*heading, "CAN RUN BESIDE"] if has_beside else heading
     for call in step.graph.step_calls:
-        goes = step.goes(call)
-        share = _per_rank(goes[0], step.mesh(call), answers_per_prompt(plan))
-        updates = _updates(call, roles[call.model_name], num_goes=len(goes))
-        row = [call.name, str(call.model_name), call.call_type, _goes(goes), share, _micro_batch(call), updates]
+        slices = step.slices(call)
+        share = _per_rank(slices[0], step.mesh(call), answers_per_prompt(plan))
+        updates = _updates(call, roles[call.model_name], num_slices=len(slices))
+        row = [call.name, str(call.model_name), call.call_type, _slices(slices), share, _micro_batch(call), updates]
         yield [*row, ", ".join(beside[call.name]) or "-"] if has_beside else row
 
 
-def _goes(goes: Sequence[int]) -> str:
+def _slices(slices: Sequence[int]) -> str:
     """(3, 3, 2) -> "2 x 3 + 2"."""
-    whole = [size for size in goes if size == goes[0]]
-    first = f"{len(whole)} x {goes[0]}" if len(whole) > 1 else str(goes[0])
-    return " + ".join([first, *map(str, goes[len(whole) :])])
+    whole = [size for size in slices if size == slices[0]]
+    first = f"{len(whole)} x {slices[0]}" if len(whole) > 1 else str(slices[0])
+    return " + ".join([first, *map(str, slices[len(whole) :])])
 
 
 def _per_rank(samples: int, mesh: Mesh, answers: int | None) -> str:
@@ -232,13 +232,13 @@ def _micro_batch(call: ModelFunctionCall) -> str:
     return ", ".join([*parts, f">= {least} of them"] if least > 1 or not parts else parts)
 
 
-def _updates(call: ModelFunctionCall, role: ModelRoleSpec, *, num_goes: int) -> str:
+def _updates(call: ModelFunctionCall, role: ModelRoleSpec, *, num_slices: int) -> str:
     if call.call_type is not CallType.TRAIN_STEP:
         return "-"
     mini_batches = role.ppo.updates_per_step if role.ppo is not None else 1
-    if num_goes == 1:
+    if num_slices == 1:
         return str(mini_batches)
-    return f"{num_goes} x {mini_batches} = {num_goes * mini_batches}"
+    return f"{num_slices} x {mini_batches} = {num_slices * mini_batches}"
 
 
 def _keys(step: StepPlan) -> Iterator[Sequence[str]]:

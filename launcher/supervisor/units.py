@@ -233,7 +233,7 @@ class UnitMachine:
         actions: list[Action] = []
         if unit.phase is UnitPhase.RUNNING:
             unit.phase = UnitPhase.CLEARING
-            # The rest of a gang waits in a collective that can never finish; commits are atomic, so nothing is lost.
+            # The other ranks wait in a collective that can never finish; commits are atomic, so nothing is lost.
             actions += self._signal(unit.running.difference(gone), kill=True, because=str(ended))
         if not unit.running:
             actions += self._cleared(unit, now)

@@ -47,7 +47,7 @@ _CAUSE_BY_KIND = {
     ExitKind.NOTICED: "SLURM ends its job",
 }
 _CAUSE_BY_CODE: dict[int, str] = {
-    WorkerExit.GANG_BROKEN: "its peers failed",
+    WorkerExit.PEERS_FAILED: "its peers failed",
     WorkerExit.SUPERSEDED: "another process has its place",
 }
 _MEANING_BY_CODE = {
@@ -56,7 +56,7 @@ _MEANING_BY_CODE = {
     WorkerExit.NOT_FINITE: "(loss or gradient stays not finite)",
     WorkerExit.CANNOT_CONTINUE: "(it cannot go on, and a restart would not help: its log says why)",
     WorkerExit.SUPERSEDED: "(superseded)",
-    WorkerExit.GANG_BROKEN: "(its peers failed)",
+    WorkerExit.PEERS_FAILED: "(its peers failed)",
     WorkerExit.WRONG_DEVICES: "(it sees other GPUs than the plan gives it: look at its node)",
     WorkerExit.USER_CODE: "(your code fails on everything: its log says with what)",
     WorkerExit.NO_ROOM: "(a disk is full; it goes on when there is room)",
@@ -126,7 +126,7 @@ class TaskExit:
     @property
     def is_of_its_unit(self) -> bool:
         """Whether it may be what ended its unit: the supervisor did not end the task, nor did its peers."""
-        return bool(self.silent_s) or not (self.because or self.returncode == WorkerExit.GANG_BROKEN)
+        return bool(self.silent_s) or not (self.because or self.returncode == WorkerExit.PEERS_FAILED)
 
     @property
     def is_charged(self) -> bool:

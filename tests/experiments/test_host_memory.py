@@ -26,7 +26,7 @@ from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.base import LossOutput
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
-from corral.workers.weight_transport.filling import Patience
+from corral.workers.weight_transport.filling import StagingDeadline
 from corral.workers.weight_transport.host_weights import HostWeights, NoRoomError
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 from tests.workers.backends.training_helpers import make_sample, optimizer_config, save_tiny_model
@@ -213,7 +213,7 @@ def test_what_is_counted_for_two_versions_is_what_staging_them_asks_for(tmp_path
         return size
 
     (tmp_path / "memory").mkdir()
-    patience = Patience.of("version 0.1", timeout_s=60.0, given_up=threading.Event())
+    patience = StagingDeadline.of("version 0.1", timeout_s=60.0, given_up=threading.Event())
     with (
         closing(HostWeights(tmp_path / "memory", "ab" * 16, owner="first", room=room)) as first,
         closing(HostWeights(tmp_path / "memory", "ab" * 16, owner="second", room=room)) as second,

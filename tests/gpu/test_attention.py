@@ -17,7 +17,7 @@ from corral.workers.backends.packed_attention import (
 )
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.attention_reference import Row, attend, make_row, slow_attention, with_gradients
-from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.trainer_helpers import play
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (3, 3, 17, 1, 40)

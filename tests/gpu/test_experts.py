@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.gpu.test_training import FLOAT32, seen_by_rank, train_on_all
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import plain_loop
+from tests.workers.backends.trainer_helpers import play
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 from corral.workers.backends.grouped_product import grouped_product

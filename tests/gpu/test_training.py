@@ -13,7 +13,6 @@ from corral.experiments.config.model import LoraConfig
 from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.model.reallocation import reallocate
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import (
     NUM_STEPS,
     MakeEngine,
@@ -23,6 +22,7 @@ from tests.workers.backends.layout_scene import (
     save_tiny,
     train,
 )
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import read_weights
 
 pytestmark = pytest.mark.gpu

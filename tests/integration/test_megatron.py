@@ -30,7 +30,7 @@ def test_a_trial_on_megatron_survives_the_kill_of_a_rank(start_trial: Callable[.
     trial.wait_for_steps(1)
     ranks = ("model_worker/0", "model_worker/1")
     restarts = {worker: row["restarts"] for worker, row in trial.wait_until_running().items() if row["restarts"]}
-    assert restarts == dict.fromkeys(ranks, 1)  # a gang starts again as a whole
+    assert restarts == dict.fromkeys(ranks, 1)  # a trainer group starts again as a whole
     trial.full_speed()
     trial.wait_for_end()
     check_nothing_is_left(trial)

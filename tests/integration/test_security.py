@@ -83,7 +83,7 @@ def test_nothing_listens_but_what_needs_a_key(target: Target) -> None:
     ports = [
         int(endpoint.rpartition(":")[2]) for endpoint in (*target.zeromq.values(), target.http, target.http_control)
     ]
-    # A trial of one training rank has no gang, so torch listens nowhere.
+    # A trial of one training rank has no trainer group, so torch listens nowhere.
     assert target.listening() == {("127.0.0.1", port) for port in (*ports, target.redis_port)}
     assert len(target.listening()) == 6
 

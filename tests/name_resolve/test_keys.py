@@ -19,7 +19,7 @@ def test_every_key_can_be_registered_and_is_found_under_its_root() -> None:
         KEYS.manager(),
         KEYS.generation_server(0),
         KEYS.policy_version(),
-        KEYS.gang_rendezvous(3),
+        KEYS.trainer_rendezvous(3),
     ]
     with MemoryNameService() as service:
         for name in names:
@@ -47,4 +47,4 @@ def test_parts_that_make_no_name_are_refused() -> None:
     with pytest.raises(ValueError, match="empty segment"):
         KEYS.worker_kind_root("")
     with pytest.raises(ValueError, match="names are"):
-        KEYS.gang_rendezvous("a b")
+        KEYS.trainer_rendezvous("a b")

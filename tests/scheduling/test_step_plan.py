@@ -61,7 +61,7 @@ def plan(calls: list[ModelFunctionCall], allocation: str = SPLIT, *, batch_size:
 
 def test_a_batch_is_taken_in_goes_of_n_seqs() -> None:
     step = plan([call("actor_inf", n_seqs=3, output_keys=("x",)), call("all", n_seqs=99, output_keys=("y",))])
-    assert [step.goes(each) for each in step.graph.calls] == [(3, 3, 2), (8,)]
+    assert [step.slices(each) for each in step.graph.calls] == [(3, 3, 2), (8,)]
 
 
 def test_every_key_has_one_route_from_who_makes_it_to_all_who_read_it() -> None:
@@ -162,7 +162,7 @@ def _pairs_of_a_random_run(step: StepPlan, chance: random.Random) -> Iterable[tu
             for each in step.graph.step_calls
             if each.name not in running
             and busy.isdisjoint(step.mesh(each).ranks)
-            and (uids := state.next_go(each.name)) is not None
+            and (uids := state.next_slice(each.name)) is not None
         }
         if ready and (not running or chance.random() < 0.7):
             name = chance.choice(list(ready))
@@ -170,7 +170,7 @@ def _pairs_of_a_random_run(step: StepPlan, chance: random.Random) -> Iterable[tu
             running[name] = ready[name]
         else:
             name = chance.choice(list(running))
-            state.finish_go(name, running.pop(name))
+            state.finish_slice(name, running.pop(name))
 
 
 _sizes = st.integers(1, 3)

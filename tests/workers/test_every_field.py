@@ -135,7 +135,7 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
     Written: {"role": BEHIND},
     WorkerRequest: {
         "request": OWN_SHARE,
-        "riders": f"{DEFERRED}::riders_are_done_before_what_carries_them_in_order_and_once",
+        "piggybacked": f"{DEFERRED}::riders_are_done_before_what_carries_them_in_order_and_once",
     },
 }
 

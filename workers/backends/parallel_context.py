@@ -1,4 +1,4 @@
-"""Which rank of a training gang this process is, which meshes it belongs to, and what the ranks of a mesh sum together.
+"""Which rank of a trainer group this process is, which meshes it belongs to, and what a mesh sums together.
 
     rank 0:      host_store(host) -> address ── name service ──►  other ranks: connect_store(address)
     every rank:  init_parallel(rank=..., world_size=..., store=...) ──► the world: ParallelContext of all ranks
@@ -39,7 +39,9 @@ _IN_COMMON = MappingProxyType(
     }
 )
 """The coordinates that the ranks of each group of a context have in common."""
-DEFAULT_TIMEOUT_S = 600.0  # longer than any forward pass; the gang's supervisor notices a hung rank much earlier
+DEFAULT_TIMEOUT_S = (
+    600.0  # longer than any forward pass; the trainer group's supervisor notices a hung rank much earlier
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class ParallelContext:
     """
 
     rank: int = 0
-    """Number of this model worker in the gang, in whatever mesh."""
+    """Number of this model worker in the trainer group, in whatever mesh."""
     mesh: Mesh = Mesh(ranks=(0,), dims=ParallelDims())
     device: torch.device = torch.device("cpu")
     group: dist.ProcessGroup | None = None
@@ -118,7 +120,7 @@ class ParallelContext:
         return text if self.dp_group is None else broadcast_text(text, source=dp_rank, group=self.dp_group)
 
     def close(self) -> None:
-        """Leave the gang with the groups of all its meshes; for the context that `init_parallel` gave."""
+        """Leave the trainer group with the groups of all its meshes; for the context that `init_parallel` gave."""
         if self.group is not None:
             dist.destroy_process_group()
 
@@ -188,7 +190,7 @@ def init_parallel(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     join_timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> ParallelContext:
-    """Join the gang, as a context of all its ranks; a gang of one forms no process group and needs no store.
+    """Join the trainer group, as a context of all its ranks. A single rank forms no process group and needs no store.
 
     Args:
         timeout_s: how long a rank waits for others in a collective, of this group and of all that are formed in it.
@@ -212,8 +214,8 @@ def init_parallel(
         )
     except dist.DistError as error:
         raise TimeoutError(
-            f"rank {rank} waited {join_timeout_s:.0f} s for the other {world_size - 1} ranks of its gang to join: "
-            f"{error}"
+            f"rank {rank} waited {join_timeout_s:.0f} s for the other {world_size - 1} ranks of its trainer group to "
+            f"join: {error}"
         ) from error
     return _with_groups(context, {mesh.ranks: dist.group.WORLD})
 

@@ -52,7 +52,9 @@ logger = logging.getLogger(__name__)
 SpecType = TypeVar("SpecType", bound=BaseModel)
 Action = Callable[[], Awaitable[None]]
 
-_NEWS_PAUSE_S = 0.05  # of a gang that registers, or leaves, its watchers hear a few times, not once for each rank
+_NEWS_PAUSE_S = (
+    0.05  # of a trainer group that registers, or leaves, its watchers hear a few times, not once for each rank
+)
 
 
 class BadConfigurationError(ValueError):
@@ -76,7 +78,7 @@ class SupersededWorkerError(RuntimeError):
     """Another process holds this worker's place; this one must not act any more."""
 
 
-class GangBrokenError(RuntimeError):
+class PeersFailedError(RuntimeError):
     """A rank of the collective is gone; all ranks must start again together."""
 
 
@@ -111,7 +113,7 @@ class WorkerContext:
     index: int
     attempt: int
     incarnation: str
-    """Random; shared by the ranks of one gang start, new at each restart."""
+    """Random; shared by the ranks of one trainer group start, new at each restart."""
     address: str
     """Interface that this worker's servers listen on."""
     trial: TrialDirectory
@@ -362,7 +364,7 @@ _ENDINGS: dict[type[Exception], tuple[WorkerExit, int, str]] = {
     UserCodeError: (WorkerExit.USER_CODE, logging.ERROR, "%s ends the trial: %s"),
     PromptsFailError: (WorkerExit.ERROR, logging.ERROR, "%s leaves, and is started again: %s"),
     SupersededWorkerError: (WorkerExit.SUPERSEDED, logging.WARNING, "%s leaves: %s"),
-    GangBrokenError: (WorkerExit.GANG_BROKEN, logging.ERROR, "%s leaves: %s"),
+    PeersFailedError: (WorkerExit.PEERS_FAILED, logging.ERROR, "%s leaves: %s"),
     WrongDevicesError: (WorkerExit.WRONG_DEVICES, logging.ERROR, "%s cannot compute here: %s"),
     TrainingNotFiniteError: (WorkerExit.NOT_FINITE, logging.ERROR, "%s gives up: %s"),
 }

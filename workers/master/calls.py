@@ -1,4 +1,4 @@
-"""Calls on model workers: one go of one model function call, from its samples to what it made of them.
+"""Calls on model workers: one slice of one model function call, from its samples to what it made of them.
 
     samples ──deal: equal work, where they lie──► a share for each data-parallel rank of the mesh
                                                         │
@@ -11,7 +11,7 @@ Whoever calls holds all of the ranks that `ranks_of` names, and so nothing here 
 
 Which data-parallel rank of a mesh works on which samples (Dealer), and what has to move for it (TransferPlanner):
 
-    samples of a go ──► their work, in all calls on this mesh ──┐
+    samples of a slice ──► their work, in all calls on this mesh ──┐
     where their keys lie ───────────────────────────────────────┴──► a share for each data-parallel rank
 
 Work is balanced first, and then as little moves as that allows. Calls on one mesh count the same work, and the first of
@@ -39,7 +39,7 @@ from corral.scheduling.policy_version import Lineage
 from corral.scheduling.redistribution import Demand, Parcel, partition_near_owners, plan_redistribution
 from corral.workers.data.held_out import added
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer, buffered, note_held
-from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.master.trainer_group import TrainerGroup
 from corral.workers.requests.messages import (
     DataTransfer,
     Evaluate,
@@ -68,20 +68,20 @@ class MeshCalls:
     """Runs calls, each on the mesh of its model.
 
     Example:
-        calls = MeshCalls(spec, graph, gang, buffer, lineage)
+        calls = MeshCalls(spec, graph, trainer group, buffer, lineage)
         outcome = await StepRunner(graph, calls, batch, version=12, publish=publish).run()
     """
 
     spec: MasterWorkerSpec
     graph: DataflowGraph
-    gang: TrainerGang
+    trainers: TrainerGroup
     buffer: SequenceBuffer
     lineage: Lineage
 
     def __post_init__(self) -> None:
         spec, graph = self.spec, self.graph
         self._dealer = Dealer(spec, graph)
-        self._transfers = TransferPlanner(self.gang.host_by_rank(), merge_keys(spec.declared_keys))
+        self._transfers = TransferPlanner(self.trainers.host_by_rank(), merge_keys(spec.declared_keys))
         meshes = {call.model_name: spec.mesh(call.model_name) for call in graph.calls}
         self._ranks_of_shares = {
             name: [mesh.ranks_of_dp(dp_rank) for dp_rank in range(mesh.dims.dp)] for name, mesh in meshes.items()
@@ -100,20 +100,20 @@ class MeshCalls:
         return moved
 
     async def run_call(
-        self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
+        self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_slice: bool
     ) -> tuple[TrainReply | None, Mapping[str, str]]:
         """Run a call on some samples of the batch.
 
         Args:
             version: policy version before this step.
-            is_last_go: whether the step has no more samples for this call, so that its model may leave. Without `uids`
-                it is known only now, since the samples of what was to be the last go were dropped.
+            is_last_slice: whether the step has no more samples for this call, so that its model may leave. Without
+                `uids` it is known only now, since the samples of what was to be the last slice were dropped.
 
         Returns:
             What it did to the weights, if it is a train step; and why the step goes on without some samples, by uid: no
             other call of the step may have taken them before.
         """
-        mesh, shares, replies = await self._run(call, uids, version=version, is_last_go=is_last_go)
+        mesh, shares, replies = await self._run(call, uids, version=version, is_last_slice=is_last_slice)
         if call.call_type is CallType.GENERATE:
             return None, self._take_in_answers(replies)
         reply = next((reply for reply in replies.values() if isinstance(reply, TrainReply)), None)
@@ -137,13 +137,13 @@ class MeshCalls:
         """Let a model take over another one's weights: eta of them, and 1 - eta of its own."""
         ranks = {*self.spec.mesh(source).ranks, *self.spec.mesh(target).ranks}
         request = Reallocate(source=str(source), target=str(target), eta=eta)
-        await self.gang.start(dict.fromkeys(sorted(ranks), request))
+        await self.trainers.start(dict.fromkeys(sorted(ranks), request))
 
     async def evaluate(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int
     ) -> StatsReply | HeldOutReply:
         """Statistics of some held-out rows, or what came out of problems of the call's own, on all ranks."""
-        _, _, replies = await self._run(call, uids, version=version, is_last_go=True)
+        _, _, replies = await self._run(call, uids, version=version, is_last_slice=True)
         sums, failures = defaultdict[str, dict[str, float]](dict), dict[str, str]()
         for reply in replies.values():
             if isinstance(reply, StatsReply):
@@ -155,26 +155,26 @@ class MeshCalls:
         return HeldOutReply(sums=sums, failures=failures)
 
     async def _run(
-        self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
+        self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_slice: bool
     ) -> tuple[Mesh, Shares, Mapping[int, ReplyPayload]]:
         """The call's mesh, the share of each data-parallel rank, and the replies by rank."""
         for hook in call.pre_hooks:
             await self.reallocate(hook.source, call.model_name, eta=_COPY)
         mesh = self.spec.mesh(call.model_name)
         shares = self._dealer.deal(call, self.buffer.find(uids))
-        return mesh, shares, await self._ask(call, mesh, shares, version=version, is_last_go=is_last_go)
+        return mesh, shares, await self._ask(call, mesh, shares, version=version, is_last_slice=is_last_slice)
 
     async def _ask(
-        self, call: ModelFunctionCall, mesh: Mesh, shares: Shares, *, version: int, is_last_go: bool
+        self, call: ModelFunctionCall, mesh: Mesh, shares: Shares, *, version: int, is_last_slice: bool
     ) -> Mapping[int, ReplyPayload]:
         """Every rank's reply to its own share of the call; those that hold inputs of others give them meanwhile."""
         share_by_ranks = dict(zip(self._ranks_of_shares[call.model_name], shares, strict=True))
         transfers = self._transfers.plan(share_by_ranks.items(), call.input_keys)
         self._moved_bytes += transfers.size_bytes
         asked_anyway = transfers.gives.keys() & set(mesh.ranks)
-        self.gang.attach({rank: transfers.gives[rank] for rank in asked_anyway})
+        self.trainers.attach({rank: transfers.gives[rank] for rank in asked_anyway})
         gives = {rank: give for rank, give in transfers.gives.items() if rank not in asked_anyway}
-        offloads = is_last_go and any(isinstance(hook, OffloadHook) for hook in call.post_hooks)
+        offloads = is_last_slice and any(isinstance(hook, OffloadHook) for hook in call.post_hooks)
         requests = {
             rank: self._request(
                 call, share, version, reports=rank == mesh.ranks[0], take=transfers.takes.get(rank), offloads=offloads
@@ -184,7 +184,7 @@ class MeshCalls:
         }
         replies: Mapping[int, ReplyPayload]
         # A rank that lacks what it is to give says so, and nobody waits in vain for it.
-        _, replies = await all_or_first_error(self.gang.tell(gives), self.gang.start(requests))
+        _, replies = await all_or_first_error(self.trainers.tell(gives), self.trainers.start(requests))
         transfers.note_arrival()
         return replies
 

@@ -33,7 +33,7 @@ from corral.workers.checkpoint.manifest import read_manifest, write_manifest
 from corral.workers.checkpoint.removal import Remover
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.metrics import StepLines
-from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.master.trainer_group import TrainerGroup
 from corral.workers.master.weights import PublishedVersions
 from corral.workers.requests.messages import TrainNotice
 from corral.workers.streams.closing import AsyncClosing, all_or_first_error, cancel
@@ -65,7 +65,7 @@ class Commits(AsyncClosing):
     """Begins commits, and says when they count.
 
     Example:
-        async with Commits(epoch, gang, weights, ledger) as commits:
+        async with Commits(epoch, trainer group, weights, ledger) as commits:
             commits.ledger.train(7, batch)
             await commits.begin(7, version)     # returns when all is copied
             ...                                 # steps 8 and 9
@@ -76,7 +76,7 @@ class Commits(AsyncClosing):
     def __init__(
         self,
         epoch: Epoch,
-        gang: TrainerGang,
+        trainers: TrainerGroup,
         weights: PublishedVersions,
         ledger: Ledger,
         *,
@@ -89,7 +89,7 @@ class Commits(AsyncClosing):
             say_head: tells those who read the log that it has another head, so that they need not look for it.
         """
         self._epoch = epoch
-        self._gang = gang
+        self._trainers = trainers
         self._weights = weights
         self._prompts = prompts
         self._say_head = say_head
@@ -127,11 +127,11 @@ class Commits(AsyncClosing):
             as `settle`
         """
         await self.settle()
-        with self._epoch.during("copy", self._gang.workers):
+        with self._epoch.during("copy", self._trainers.workers):
             moment = await self._take_moment(step, version)
         self.begun_step = step
         self._in_flight = asyncio.create_task(self._write(moment))
-        self._in_flight.add_done_callback(lambda _: self._gang.news.set())
+        self._in_flight.add_done_callback(lambda _: self._trainers.news.set())
 
     async def settle(self) -> None:
         """Wait until nothing is on its way.
@@ -139,13 +139,13 @@ class Commits(AsyncClosing):
         Raises:
             CommitFailedError: no commit could be written for some time; OSError if that was for want of room, and then
                 the master leaves, to begin again once there is some.
-            GangLostError: a model worker died, or did not end in time.
+            TrainerGroupLostError: a model worker died, or did not end in time.
             SupersededError, StoppedError, DoneError: another process decides about the trial now.
         """
         if self._in_flight is None:
             return
         if not self._in_flight.done():
-            with self._epoch.during("commit", self._gang.still_writing()):
+            with self._epoch.during("commit", self._trainers.still_writing()):
                 await asyncio.wait([self._in_flight])
         task, self._in_flight = self._in_flight, None
         task.result()
@@ -183,7 +183,7 @@ class Commits(AsyncClosing):
         weights = None
         if role != epoch.spec.published_role or self._weights.written is None:
             weights = await epoch.disk.run(checkpoint.folder, epoch.weights_folder(role))
-        await self._gang.begin_save(role, state, weights, copies=epoch.spec.control.commit_beside_training)
+        await self._trainers.begin_save(role, state, weights, copies=epoch.spec.control.commit_beside_training)
 
     def _take_files(self, checkpoint: CheckpointWriter, version: PolicyVersion) -> CommitMoment:
         if self._weights.written is not None:
@@ -220,7 +220,9 @@ class Commits(AsyncClosing):
             What the file system said, by worker, if any could not write; then nothing was named.
         """
         epoch, checkpoint = self._epoch, moment.checkpoint
-        written = dict(zip(epoch.roles, await all_or_first_error(*map(self._gang.written, epoch.roles)), strict=True))
+        written = dict(
+            zip(epoch.roles, await all_or_first_error(*map(self._trainers.written, epoch.roles)), strict=True)
+        )
         problems = {worker: text for one in written.values() for worker, text in one.problems.items()}
         self._lacks_room = any(one.lacks_room for one in written.values())
         if problems:

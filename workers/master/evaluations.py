@@ -39,7 +39,7 @@ from corral.workers.data.prompts import held_out_uids
 from corral.workers.master.calls import MeshCalls
 from corral.workers.master.epoch import Epoch
 from corral.workers.master.metrics import StepLines
-from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.master.trainer_group import TrainerGroup
 from corral.workers.master.weights import PublishedVersions
 from corral.workers.requests.manager_messages import (
     REQUEST_DEADLINE_S,
@@ -56,7 +56,7 @@ from corral.workers.streams.rpc import AsyncRequestClient
 logger = logging.getLogger(__name__)
 
 COUNT = "count"
-"""The statistic that says over how many (pairs, tokens) the others of a go are means."""
+"""The statistic that says over how many (pairs, tokens) the others of a slice are means."""
 _PERPLEXITY = "perplexity"  # the exponential of a mean: its logarithm is averaged
 _UNJUDGED = "held-out problems without reward"  # topic of the alarm
 
@@ -127,7 +127,7 @@ class Evaluations(AsyncClosing):
     """Of one trainer epoch, one at a time.
 
     Example:
-        async with Evaluations(epoch, calls, gang, weights, lines, config, row_ids=[]) as evaluations:
+        async with Evaluations(epoch, calls, trainer group, weights, lines, config, row_ids=[]) as evaluations:
             await evaluations.begin(version)
             ...                             # train steps
             evaluations.check()
@@ -138,7 +138,7 @@ class Evaluations(AsyncClosing):
         self,
         epoch: Epoch,
         calls: MeshCalls,
-        gang: TrainerGang,
+        trainers: TrainerGroup,
         weights: PublishedVersions,
         lines: StepLines,
         config: EvaluationConfig | None,
@@ -150,7 +150,7 @@ class Evaluations(AsyncClosing):
             config: None where nothing is held out.
             row_ids: of the held-out rows that calls read.
         """
-        self._epoch, self._calls, self._gang, self._lines, self._row_ids = epoch, calls, gang, lines, row_ids
+        self._epoch, self._calls, self._trainers, self._lines, self._row_ids = epoch, calls, trainers, lines, row_ids
         self._best = BestWeights(epoch, weights, config.best) if config and config.best else None
         self.are_by_servers = config is not None and epoch.spec.source == "trajectories"
         self.progress = ""
@@ -173,12 +173,12 @@ class Evaluations(AsyncClosing):
             await self._best.begin(version)
         if self.are_by_servers:
             self._task = asyncio.create_task(self._ask_servers(version))
-            self._task.add_done_callback(lambda _: self._gang.news.set())
+            self._task.add_done_callback(lambda _: self._trainers.news.set())
         elif calls := self._epoch.graph.evaluate_calls:
             stats, answered = dict[str, float](), HeldOutReply(sums={})
-            with self._epoch.during("evaluate", self._gang.workers):
+            with self._epoch.during("evaluate", self._trainers.workers):
                 for call in calls:
-                    found = await evaluate_by_call(call, self._calls, self._gang, self._row_ids, step=version.step)
+                    found = await evaluate_by_call(call, self._calls, self._trainers, self._row_ids, step=version.step)
                     if isinstance(found, HeldOutReply):
                         answered = found
                     else:
@@ -244,37 +244,37 @@ class Evaluations(AsyncClosing):
 
 
 async def evaluate_by_call(
-    call: ModelFunctionCall, calls: MeshCalls, gang: TrainerGang, row_ids: Sequence[str], *, step: int
+    call: ModelFunctionCall, calls: MeshCalls, trainers: TrainerGroup, row_ids: Sequence[str], *, step: int
 ) -> StatsReply | HeldOutReply:
     """What a call says of the present weights: over these held-out rows or, where it reads no keys, over problems of
     its own, which it is asked about once."""
     if not call.input_keys:
         return await calls.evaluate(call, [], version=step)
-    uids, goes = held_out_uids(row_ids, version=step), list[tuple[Mapping[str, float], int]]()
+    uids, slices = held_out_uids(row_ids, version=step), list[tuple[Mapping[str, float], int]]()
     for part in _parts(uids, call.n_seqs):
-        for sample in await gang.load_rows(part):
+        for sample in await trainers.load_rows(part):
             calls.buffer.put(sample)
         for maker in calls.graph.makers_of(call.name):
             for share in _parts(part, maker.n_seqs):
-                await calls.run_call(maker, share, version=step, is_last_go=share[-1] == part[-1])
+                await calls.run_call(maker, share, version=step, is_last_slice=share[-1] == part[-1])
         found = await calls.evaluate(call, part, version=step)
         assert isinstance(found, StatsReply), f"{call.name} reads rows"
-        goes.append((found.stats, len(part)))
-        gang.clear(calls.buffer.release(part))
-    return StatsReply(stats=merge_goes(goes))
+        slices.append((found.stats, len(part)))
+        trainers.clear(calls.buffer.release(part))
+    return StatsReply(stats=merge_slices(slices))
 
 
-def merge_goes(goes: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """Means over several goes, each weighed by its count.
+def merge_slices(slices: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
+    """Means over several slices, each weighed by its count.
 
     Args:
-        goes: statistics of each go, and its rows, which count where its statistics name no count.
+        slices: statistics of each slice, and its rows, which count where its statistics name no count.
     """
-    weights = [stats.get(COUNT, float(num_rows)) for stats, num_rows in goes]
+    weights = [stats.get(COUNT, float(num_rows)) for stats, num_rows in slices]
     total = sum(weights)
     merged: dict[str, float] = {}
-    for name in dict.fromkeys(name for stats, _ in goes for name in stats if name != COUNT):
-        values = [stats[name] for stats, _ in goes]
+    for name in dict.fromkeys(name for stats, _ in slices for name in stats if name != COUNT):
+        values = [stats[name] for stats, _ in slices]
         if name.endswith(_PERPLEXITY):
             values = [math.log(value) for value in values]
         mean = math.fsum(w * value for w, value in zip(weights, values, strict=True)) / total if total else 0.0

@@ -49,17 +49,17 @@ A whole asynchronous step:
     11 covered    new entries of the log   space in spools, room   the master          10; or a fall-back, after which
                                            at the gate                                 prompts are issued again
     12 recovery   the log, checkpoints     a claim, an epoch,      disk; all ranks     Hello of all ranks of one start,
-                                           Initialize, sessions    of a gang           then OkReply of all
+                                           Initialize, sessions    of a trainer group           then OkReply of all
 
      1, 4   rollout/rollout_worker.py, group_maker.py, generation_client.py; engine/loop.py
      2, 3   manager/gserver_manager.py, admission.py, routing.py, servers.py, on the gate of scheduling/staleness.py
      5      delivery/: what is said in messages.py; spool.py, sender.py at rollout workers, receiver.py at
             model workers; where a record stands is decided by sender.py and receiver.py
-     6      model/samples.py and data_store.py there, trainer_gang.py and sample_source.py here, the rule in
+     6      model/samples.py and data_store.py there, trainer_group.py and sample_source.py here, the rule in
             scheduling/staleness.py
      7      step_order.py: a coroutine for each call (whose inputs are there, whose ranks are free);
             calls.py: what a call consists of (who works on which samples, and what has to move);
-            trainer_gang.py, which asks the ranks. There model/model_worker.py, with
+            trainer_group.py, which asks the ranks. There model/model_worker.py, with
             models.py, data_plane.py, reallocation.py, which run algorithms/ on backends/fsdp/
      8, 10  step.py, weights.py, commits.py, which lets training go on meanwhile, checkpoint/;
             model/model_worker.py at the ranks, backends/files/weights.py for weights, train_state.py for what training
@@ -67,7 +67,7 @@ A whole asynchronous step:
             experiments/trial/log.py, whose entries mean what log_state.py says
      9      `_publish` below, manager/fleet.py
     11      checkpoint/checkpoint.py, followed by gserver_manager.py and rollout_worker.py
-    12      `_main` and `_recover` below, trainer_gang.py, checkpoint/checkpoint.py, backends/train_state.py;
+    12      `_main` and `_recover` below, trainer_group.py, checkpoint/checkpoint.py, backends/train_state.py;
             epoch.py: what the ranks have loaded, held against the plan
 
 Held-out problems are dealt, answered and judged as prompts are (1 to 4), and what comes out goes to the manager in
@@ -138,7 +138,7 @@ from corral.workers.master.epoch import Epoch, standing_alarms
 from corral.workers.master.evaluations import Evaluations
 from corral.workers.master.sample_source import DatasetSource, Drops, SampleSource, SequenceBuffer, TrajectorySource
 from corral.workers.master.step import NotFiniteError, Outcome, TrainerEpoch
-from corral.workers.master.trainer_gang import GangLostError, TrainerGang
+from corral.workers.master.trainer_group import TrainerGroup, TrainerGroupLostError
 from corral.workers.master.weights import PublishedVersions
 from corral.workers.streams.errors import StaleEpochError
 
@@ -183,9 +183,9 @@ class MasterWorker(Worker):
             resume = False  # only the first claim of an attempt may continue a stopped trial
             self._journal.tell("epoch_claimed", epoch=writer.epoch, worker=self.context.worker_id)
             try:
-                async with TrainerGang(self.context, self._spec, epoch=writer.epoch) as gang:
-                    outcome = await self._run_epoch(writer, gang)
-            except (GangLostError, CommitFailedError, NotFiniteError) as error:
+                async with TrainerGroup(self.context, self._spec, epoch=writer.epoch) as trainers:
+                    outcome = await self._run_epoch(writer, trainers)
+            except (TrainerGroupLostError, CommitFailedError, NotFiniteError) as error:
                 logger.warning("epoch %d ends: %s", writer.epoch, error)
                 self._journal.tell("epoch_lost", epoch=writer.epoch, cause=str(error))
                 if not isinstance(error, NotFiniteError):
@@ -213,7 +213,7 @@ class MasterWorker(Worker):
                 f"the last one because {cause}"
             )
 
-    async def _run_epoch(self, writer: LogWriter, gang: TrainerGang) -> Outcome:
+    async def _run_epoch(self, writer: LogWriter, trainers: TrainerGroup) -> Outcome:
         recovery = await self._recover(writer)
         ledger = await asyncio.to_thread(self._ledger_of, recovery)
         start = f"the commit of step {recovery.commit.step}" if recovery.commit else "the initial weights"
@@ -229,27 +229,27 @@ class MasterWorker(Worker):
                 journal=self._journal,
                 alarms=alarms,
             )
-            weights = PublishedVersions(epoch, gang, publish=self._publish)
+            weights = PublishedVersions(epoch, trainers, publish=self._publish)
             say_head = partial(self._say, self.context.keys.committed())
             say_head(str(writer.state.head))
             say_prompts = partial(self._say, self.context.keys.prompts())
             dealt = await stack.enter_async_context(open_dealt(epoch, ledger, self._prompts, say=say_prompts))
             prompts = bytes if dealt is None else dealt.content
-            commits = Commits(epoch, gang, weights, ledger, prompts=prompts, say_head=say_head)
+            commits = Commits(epoch, trainers, weights, ledger, prompts=prompts, say_head=say_head)
             buffer, drops = (
                 SequenceBuffer(is_consumed=ledger.consumed),
                 Drops(ledger.drop, self._dataset.config.sources),
             )
-            calls = MeshCalls(self._spec, epoch.graph, gang, buffer, epoch.lineage)
+            calls = MeshCalls(self._spec, epoch.graph, trainers, buffer, epoch.lineage)
             return await TrainerEpoch(
                 epoch=epoch,
-                source=self._source(epoch, buffer, gang, ledger, drops, dealt),
-                gang=gang,
+                source=self._source(epoch, buffer, trainers, ledger, drops, dealt),
+                trainers=trainers,
                 calls=calls,
                 evaluations=Evaluations(
                     epoch,
                     calls,
-                    gang,
+                    trainers,
                     weights,
                     commits.lines,
                     self._trainer.evaluation,
@@ -285,7 +285,7 @@ class MasterWorker(Worker):
         self,
         epoch: Epoch,
         buffer: SequenceBuffer,
-        gang: TrainerGang,
+        trainers: TrainerGroup,
         ledger: Ledger,
         drops: Drops,
         dealt: DealtPrompts | None,
@@ -296,7 +296,7 @@ class MasterWorker(Worker):
             return DatasetSource(
                 self._row_uids(),
                 buffer,
-                gang,
+                trainers,
                 batch_size=spec.train_batch_size,
                 next_order=next_order,
                 on_drop=drops,
@@ -307,7 +307,7 @@ class MasterWorker(Worker):
             window = ReorderWindow(size, uids, is_settled=ledger.consumed)
         return TrajectorySource(
             buffer,
-            gang,
+            trainers,
             epoch.lineage,
             window,
             input_keys=epoch.graph.dataset_keys,

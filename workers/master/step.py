@@ -9,8 +9,8 @@
          └──────────────── evaluate (when due) ◄─────────────────────────────────────────────────────────────┘
                               by generation servers: only begun, and waited for before the first step and after the last
 
-What is where is known by the source and its buffer, who computes by the gang and its calls (`StepRunner` runs them in
-their order), what is durable by commits and weights; here they are asked in turn.
+What is where is known by the source and its buffer, who computes by the trainer group and its calls (`StepRunner` runs
+them in their order), what is durable by commits and weights; here they are asked in turn.
 
 What counts is decided through the LogWriter of this epoch: once a later epoch has claimed the log, it raises, and this
 one ends without a trace in it. Files are looked at and written in a thread (`Disk`), never in the event loop; a commit
@@ -39,7 +39,7 @@ from corral.workers.master.epoch import Epoch, check_reallocations
 from corral.workers.master.evaluations import Evaluations
 from corral.workers.master.sample_source import Drops, SampleSource, mean_scalars
 from corral.workers.master.step_order import StepOutcome, StepRunner
-from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.master.trainer_group import TrainerGroup
 from corral.workers.master.weights import PublishedVersions
 from corral.workers.requests.messages import TrainNotice
 
@@ -68,7 +68,7 @@ class TrainerEpoch:
 
     epoch: Epoch
     source: SampleSource
-    gang: TrainerGang
+    trainers: TrainerGroup
     calls: MeshCalls
     evaluations: Evaluations
     weights: PublishedVersions
@@ -79,7 +79,7 @@ class TrainerEpoch:
         epoch = self.epoch
         self._buffer = self.calls.buffer
         self._ledger = self.commits.ledger
-        self._watch = LogWatch(epoch.disk, epoch.writer, epoch.trial, on_news=self.gang.news.set)
+        self._watch = LogWatch(epoch.disk, epoch.writer, epoch.trial, on_news=self.trainers.news.set)
         self._step = epoch.first_step
         self._step_since = time.monotonic()
         self._nonfinite_in_a_row = 0
@@ -104,7 +104,7 @@ class TrainerEpoch:
 
         Raises:
             SupersededError, StoppedError: another process decides about the trial now.
-            GangLostError: a model worker is gone; a new epoch has to start from the last commit.
+            TrainerGroupLostError: a model worker is gone; a new epoch has to start from the last commit.
             NotFiniteError: the same, because the present weights or samples give no finite loss.
             CannotContinueError: no step was trained, since all prompts were dropped.
             CommitFailedError: the same, because what is trained cannot be written.
@@ -131,10 +131,12 @@ class TrainerEpoch:
 
     async def _begin(self) -> None:
         """Let the ranks load the last commit, and publish it; models that do not fit together are refused."""
-        epoch, gang, presence = self.epoch, self.gang, self.epoch.context.presence
+        epoch, trainers, presence = self.epoch, self.trainers, self.epoch.context.presence
         await epoch.disk.run(self.commits.cut_lines)
-        with presence.during("initialize", waits_for=gang.workers, deadline_s=None):
-            models = await gang.initialize(step=self._step, weights=epoch.initial_weights, states=epoch.initial_states)
+        with presence.during("initialize", waits_for=trainers.workers, deadline_s=None):
+            models = await trainers.initialize(
+                step=self._step, weights=epoch.initial_weights, states=epoch.initial_states
+            )
         check_reallocations(epoch.graph, models)
         await epoch.note("models_loaded", models={name: msgspec.to_builtins(model) for name, model in models.items()})
         await self.weights.publish_first(self.version)
@@ -181,10 +183,10 @@ class TrainerEpoch:
 
     async def _is_to_stop(self) -> bool:
         """Whether somebody asks for it; what else has happened and ends this epoch is raised."""
-        self.gang.news.clear()  # before all looks: what happens after one of them ends the next wait for news
+        self.trainers.news.clear()  # before all looks: what happens after one of them ends the next wait for news
         self._watch.check()
         self.commits.check()
-        self.gang.check_alive()
+        self.trainers.check_alive()
         self.evaluations.check()
         await self._publish_again_if_damaged()
         return self._watch.stop_requested
@@ -192,7 +194,7 @@ class TrainerEpoch:
     async def _wait_for_news(self) -> None:
         """Of an arrival, a worker's death, the log watch, an evaluation; of what servers refuse it has to ask."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.gang.news.wait(), _LOOK_INTERVAL_S)
+            await asyncio.wait_for(self.trainers.news.wait(), _LOOK_INTERVAL_S)
 
     async def _publish_again_if_damaged(self) -> None:
         """Where the present version is committed, or about to be, so is its damage: then it is committed once more."""
@@ -207,7 +209,7 @@ class TrainerEpoch:
         if not batch:
             return
         epoch, started = self.epoch, time.monotonic()
-        with epoch.during("train step", self.gang.workers):
+        with epoch.during("train step", self.trainers.workers):
             outcome = await StepRunner(
                 epoch.graph,
                 self.calls,
@@ -266,7 +268,7 @@ class TrainerEpoch:
     def _free(self, uids: Sequence[str] | Mapping[str, str]) -> None:
         """Let the ranks forget samples that are trained on, or dropped."""
         if uids:
-            self.gang.clear(self._buffer.release(uids))
+            self.trainers.clear(self._buffer.release(uids))
 
     def _show(self, running: Sequence[str], waits_for: Mapping[str, Sequence[str]]) -> None:
         """Say in rl-status which calls run, and which wait for which."""
@@ -276,7 +278,7 @@ class TrainerEpoch:
         context.presence.enter(
             "train step",
             waiting_for="; ".join([*running, *waiting]),
-            waits_for=[self.gang.workers[rank] for rank in sorted(ranks)],
+            waits_for=[self.trainers.workers[rank] for rank in sorted(ranks)],
             deadline_s=context.plan.supervision.step_timeout_s,
         )
 

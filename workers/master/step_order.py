@@ -1,16 +1,16 @@
 """The calls of a step on one batch, each as soon as its inputs are there and its ranks are free.
 
     ┌──► inputs of n_seqs samples ──► ranks of its mesh ──► MeshCalls ──► outputs noted ──┬──► push weights, publish
-    │    (StepState)                  (RankLocks)                                         │ after its last go
+    │    (StepState)                  (RankLocks)                                         │ after its last slice
     └───────────────── until the whole batch was taken ◄──────────────────────────────────┘
 
 For every call of the graph at the same time, in a coroutine of its own (StepRunner). Nothing waits for a level of the
 graph: calls on ranks apart from each other run side by side, inference and training alike. What a call waits for is
 always another call of the same step, whose requests have a deadline, so that no wait here needs one of its own.
 
-    batch ──► remaining of each call ──next_go: n_seqs of them have its input keys──► a go ──finish_go──► output keys
-                     ▲                                                                 │
-                     └──────────────── until none remains: the call is over ◄──────────┘
+    batch ──► remaining of each call ──next_slice: n_seqs have its input keys──► a slice ──finish_slice──► output keys
+                     ▲                                                                │
+                     └──────────────── until none remains: the call is over ◄─────────┘
 
 Every call takes every sample of the batch exactly once, and never before all of its input keys exist: this is where
 that holds.
@@ -64,7 +64,7 @@ class StepOutcome:
 
     @property
     def by_call(self) -> dict[str, TrainReply]:
-        """What each train step did in all of its goes."""
+        """What each train step did in all of its slices."""
         return {name: joined(replies) for name, replies in self.train_replies.items()}
 
     @property
@@ -152,7 +152,7 @@ class StepRunner:
         self._locks = RankLocks()
         self._running: set[str] = set()
         self._changed = asyncio.Event()
-        """Set when a go has ended, and then replaced."""
+        """Set when a slice has ended, and then replaced."""
 
     async def run(self) -> StepOutcome:
         """Run every call on the whole batch.
@@ -169,14 +169,14 @@ class StepRunner:
         is_ended = True  # a call that takes nothing is followed by nothing
         while not self._state.is_over(call.name):
             if uids := await self._inputs(call):
-                is_ended = await self._go(call, uids)
+                is_ended = await self._run_slice(call, uids)
         if not is_ended:
-            await self._go(call, [])
+            await self._run_slice(call, [])
 
-    async def _go(self, call: ModelFunctionCall, uids: Sequence[str]) -> bool:
-        """One go of a call, and what follows it if it is the last; whether it is.
+    async def _run_slice(self, call: ModelFunctionCall, uids: Sequence[str]) -> bool:
+        """One slice of a call, and what follows it if it is the last; whether it is.
 
-        What follows a call depends on how its goes ended, not on whether one of them was known to be the last: calls
+        What follows a call depends on how its slices ended, not on whether one of them was known to be the last: calls
         before it may drop all samples that it had still to take.
         """
         asked, state, outcome = time.monotonic(), self._state, self._outcome
@@ -184,22 +184,22 @@ class StepRunner:
             started = time.monotonic()
             self._running.add(call.name)
             self._report()
-            is_last_go = state.is_last_go(call.name, uids)
-            trained, dropped = await self.calls.run_call(call, uids, version=self.version, is_last_go=is_last_go)
+            is_last_slice = state.is_last_slice(call.name, uids)
+            trained, dropped = await self.calls.run_call(call, uids, version=self.version, is_last_slice=is_last_slice)
             if trained is not None:
                 outcome.train_replies.setdefault(call.name, []).append(trained)
-            if is_last_go:
+            if is_last_slice:
                 await self._hand_on_weights(call)
             self._running.remove(call.name)
         self._note(call, "wait for ranks", asked, started, parts=["/ranks"])
         self._note(call, call.name, started, time.monotonic(), parts=[""])
-        state.finish_go(call.name, uids)
+        state.finish_slice(call.name, uids)
         state.drop(dropped)
         outcome.dropped.update(dropped)
         self._report()
         self._changed.set()
         self._changed = asyncio.Event()
-        return is_last_go
+        return is_last_slice
 
     async def _hand_on_weights(self, call: ModelFunctionCall) -> None:
         """Weights that have changed, and are sound, go where they are wanted."""
@@ -214,7 +214,7 @@ class StepRunner:
 
     async def _inputs(self, call: ModelFunctionCall) -> list[str]:
         """The samples of the next go; none if all that remained was dropped meanwhile."""
-        while (uids := self._state.next_go(call.name)) is None and not self._state.is_over(call.name):
+        while (uids := self._state.next_slice(call.name)) is None and not self._state.is_over(call.name):
             waits_for, started = self._state.waits_for(call.name), time.monotonic()
             await self._changed.wait()
             parts = ["/inputs", *(f"/for_{other}" for other in waits_for)]
@@ -241,10 +241,10 @@ class StepState:
 
     Example:
         state = StepState(graph, ["0:a", "0:b"])
-        state.next_go("ref_inf")                    # ["0:a", "0:b"]
-        state.next_go("actor_train")                # None: there are no ref_logprobs yet
-        state.finish_go("ref_inf", ["0:a", "0:b"])
-        state.next_go("actor_train")                # ["0:a", "0:b"]
+        state.next_slice("ref_inf")                    # ["0:a", "0:b"]
+        state.next_slice("actor_train")                # None: there are no ref_logprobs yet
+        state.finish_slice("ref_inf", ["0:a", "0:b"])
+        state.next_slice("actor_train")                # ["0:a", "0:b"]
     """
 
     def __init__(self, graph: DataflowGraph, batch: Sequence[str]) -> None:
@@ -256,11 +256,11 @@ class StepState:
         """Whether a call has taken the whole batch."""
         return not self._remaining[name]
 
-    def is_last_go(self, name: str, uids: Sequence[str]) -> bool:
+    def is_last_slice(self, name: str, uids: Sequence[str]) -> bool:
         """Whether nothing remains for a call after this go."""
         return len(uids) == len(self._remaining[name])
 
-    def next_go(self, name: str) -> list[str] | None:
+    def next_slice(self, name: str) -> list[str] | None:
         """The samples that a call can take now, oldest first; None while there are not enough, or others must end."""
         if self.is_over(name) or self._must_wait_for(name):
             return None
@@ -272,7 +272,7 @@ class StepState:
         wanted = min(self._graph.call(name).n_seqs, len(remaining))
         return ready[:wanted] if len(ready) >= wanted else None
 
-    def finish_go(self, name: str, uids: Sequence[str]) -> None:
+    def finish_slice(self, name: str, uids: Sequence[str]) -> None:
         """A call has taken these samples, and made its output keys of them."""
         for uid in uids:
             del self._remaining[name][uid]
@@ -285,7 +285,7 @@ class StepState:
 
     def waits_for(self, name: str) -> list[str]:
         """The calls without which a call cannot go on, in topological order; empty if it can."""
-        if self.is_over(name) or self.next_go(name) is not None:
+        if self.is_over(name) or self.next_slice(name) is not None:
             return []
         unfinished = [other for other in self._graph.predecessors(name) if not self.is_over(other)]
         return list(dict.fromkeys([*unfinished, *self._must_wait_for(name)]))
@@ -295,7 +295,7 @@ class StepState:
 
 
 @dataclass(slots=True, eq=False)
-class _Wish:
+class _LockRequest:
     name: str
     ranks: frozenset[int]
     granted: asyncio.Event = field(default_factory=asyncio.Event)
@@ -310,31 +310,37 @@ class RankLocks:
     """
 
     def __init__(self) -> None:
-        self._wishes: list[_Wish] = []
+        self._lock_requests: list[_LockRequest] = []
         """Granted or not, in the order in which they were made."""
 
     @asynccontextmanager
     async def hold(self, name: str, ranks: Collection[int]) -> AsyncIterator[None]:
         """Wait for the ranks, and have them while the block runs; the deadline is the caller's."""
-        wish = _Wish(name, frozenset(ranks))
-        self._wishes.append(wish)
+        lock_request = _LockRequest(name, frozenset(ranks))
+        self._lock_requests.append(lock_request)
         self._grant()
         try:
-            await wish.granted.wait()
+            await lock_request.granted.wait()
             yield
         finally:
-            self._wishes.remove(wish)
+            self._lock_requests.remove(lock_request)
             self._grant()
 
     def holders(self, ranks: Collection[int]) -> list[str]:
         """The calls that have one of these ranks now."""
         return sorted(
-            {wish.name for wish in self._wishes if wish.granted.is_set() and not wish.ranks.isdisjoint(ranks)}
+            {
+                lock_request.name
+                for lock_request in self._lock_requests
+                if lock_request.granted.is_set() and not lock_request.ranks.isdisjoint(ranks)
+            }
         )
 
     def _grant(self) -> None:
         spoken_for: set[int] = set()
-        for wish in self._wishes:
-            if wish.ranks.isdisjoint(spoken_for):  # nobody who asked before shares a rank with it, or waits for one
-                wish.granted.set()
-            spoken_for |= wish.ranks
+        for lock_request in self._lock_requests:
+            if lock_request.ranks.isdisjoint(
+                spoken_for
+            ):  # nobody who asked before shares a rank with it, or waits for one
+                lock_request.granted.set()
+            spoken_for |= lock_request.ranks

@@ -32,7 +32,7 @@ from corral.workers.checkpoint.published_weights import PublishedWeights, read_r
 from corral.workers.checkpoint.removal import Remover
 from corral.workers.lifecycle.worker import CannotContinueError
 from corral.workers.master.epoch import Epoch
-from corral.workers.master.trainer_gang import TrainerGang
+from corral.workers.master.trainer_group import TrainerGroup
 from corral.workers.requests.messages import TrainNotice
 
 _KEPT: Final = 3  # a server that was told of a version just now may not have said yet that it reads it
@@ -43,13 +43,13 @@ _NAME: Final = re.compile(r"v(?P<step>\d{8,})-e(?P<epoch>\d+)(-copy\d+)?", re.AS
 class PublishedVersions:
     """Of one epoch."""
 
-    def __init__(self, epoch: Epoch, gang: TrainerGang, *, publish: Callable[[PublishedWeights], None]) -> None:
+    def __init__(self, epoch: Epoch, trainers: TrainerGroup, *, publish: Callable[[PublishedWeights], None]) -> None:
         """
         Args:
             publish: makes weights known to the generation-server manager.
         """
         self._epoch = epoch
-        self._gang = gang
+        self._trainers = trainers
         self._publish = publish
         self._remover = Remover()
         self.written: SealedDirectory | None = None
@@ -150,9 +150,9 @@ class PublishedVersions:
         # Version 0 is of no epoch, and may be written by several: each has a folder that only it writes into.
         directory = epoch.trial.weights_path / weights_name(version._replace(epoch=epoch.writer.epoch), copy=copy)
         await epoch.disk.run(directory.mkdir, mode=0o700)
-        with epoch.during("write weights", self._gang.workers):
+        with epoch.during("write weights", self._trainers.workers):
             base = None if copy else self._base()
-            files = await self._gang.save_weights(epoch.spec.published_role, directory, base=base)
+            files = await self._trainers.save_weights(epoch.spec.published_role, directory, base=base)
             self.written = await epoch.disk.run(self._seal, directory, files, version)
         await self._announce(version)
 

@@ -98,7 +98,7 @@ class IncomingParcel:
 
 @dataclass(slots=True)
 class DataPlane:
-    """Moves samples between the stores of the ranks of a gang; sees to it that a store keeps them where it has to.
+    """Moves samples between the stores of the ranks of a trainer group; a store keeps them where it has to.
 
     Example:
         plane.begin(epoch)                     # on all ranks, before anything else
@@ -108,7 +108,7 @@ class DataPlane:
 
     store: DataStore
     rendezvous: Store | None
-    """All ranks meet here; None for a gang of one."""
+    """All ranks meet here; None for a trainer group of one."""
     _: KW_ONLY
     rank: int
     world_size: int

@@ -9,7 +9,7 @@
     data plane  Give                                            before a call, to take its inputs
     models                                                      after a call, to move its model away
 
-    joined_gang ► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py
+    joined_trainer_group ► ParallelContext ──► models.py ◄──► data_store.py ◄── samples.py
                           └────────────────────────► data_plane.py ◄──► the other ranks' stores
 
 The ranks of a mesh run the same requests of the right column in the same order, so that their collectives meet.
@@ -56,7 +56,7 @@ from corral.workers.backends.parallel_context import (
     init_parallel,
     mesh_contexts,
 )
-from corral.workers.lifecycle.worker import GangBrokenError, Worker, WorkerContext, is_no_room
+from corral.workers.lifecycle.worker import PeersFailedError, Worker, WorkerContext, is_no_room
 from corral.workers.model.data_plane import DataPlane
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.host_memory import host_identity
@@ -65,7 +65,7 @@ from corral.workers.model.models import Models
 from corral.workers.model.network import TransferError
 from corral.workers.model.reallocation import reallocation_meshes
 from corral.workers.model.samples import open_samples
-from corral.workers.requests.handler import Envelope, Later, WorkerRequestStream
+from corral.workers.requests.handler import DeferredReply, Envelope, WorkerRequestStream
 from corral.workers.requests.messages import (
     CallRequest,
     ClearDataCache,
@@ -210,7 +210,7 @@ class ModelWorker(Worker):
     def _set_up(self, stack: ExitStack) -> None:
         """The parts that answer; nothing is asked of them before all are there."""
         context, spec = self.context, self._spec
-        parallel, rendezvous = stack.enter_context(joined_gang(context, spec))
+        parallel, rendezvous = stack.enter_context(joined_trainer_group(context, spec))
         plane = DataPlane(
             self._store,
             rendezvous,
@@ -248,16 +248,16 @@ class ModelWorker(Worker):
 
     # Requests that are answered at once, in the stream's thread
 
-    def _answer_now(self, request: NonBlockingRequest) -> ReplyPayload | Later:
+    def _answer_now(self, request: NonBlockingRequest) -> ReplyPayload | DeferredReply:
         match request:
             case Fetch():
                 arrived = MetadataReply.of(self._samples.fetch(request.max_samples))
-                return arrived if arrived.groups or not request.wait_s else Later(request.wait_s, arrived)
+                return arrived if arrived.groups or not request.wait_s else DeferredReply(request.wait_s, arrived)
             case LoadRows():
                 rows = self._samples.load_rows(request.uids)
-                return Later(math.inf, OkReply()) if rows is None else MetadataReply.of(rows)
+                return DeferredReply(math.inf, OkReply()) if rows is None else MetadataReply.of(rows)
             case Written():
-                return self._saves.written(request.role) or Later(math.inf, OkReply())
+                return self._saves.written(request.role) or DeferredReply(math.inf, OkReply())
             case Reject():
                 self._samples.reject(request.uids, request.rejection)
             case Give():
@@ -282,7 +282,7 @@ class ModelWorker(Worker):
                 self._models.offload(envelope.request.mfc)
         except (TransferError, torch.distributed.DistError) as error:
             stream.reply_error(envelope, error)
-            raise GangBrokenError(f"{name} failed because another rank is gone: {error}") from error
+            raise PeersFailedError(f"{name} failed because another rank is gone: {error}") from error
         except Exception as error:
             stream.reply_error(envelope, error)
             raise
@@ -387,17 +387,19 @@ class RankWaits(Closing):
 
 
 @contextmanager
-def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[tuple[ParallelContext, Store | None]]:
+def joined_trainer_group(
+    context: WorkerContext, spec: ModelWorkerSpec
+) -> Iterator[tuple[ParallelContext, Store | None]]:
     """This rank's place among the others, and the store in which all of them meet, for as long as the block runs.
 
-    rank 0:       host_store ──► its address ──► name-resolve, under the gang's incarnation
+    rank 0:       host_store ──► its address ──► name-resolve, under the trainer group's incarnation
     other ranks:  name-resolve ──wait──► the address ──► connect_store
     every rank:   init_parallel ──► ParallelContext of all ranks; left again when the worker leaves
                   mesh_contexts ──► one of each model, and of the ranks that a model's weights travel between
                   the store, in which the data plane meets, too
 
-    The incarnation in the name keeps two starts of the gang apart: a rank of an earlier one, which may still be on its
-    way out, looks under another name. A gang of one has no store.
+    The incarnation in the name keeps two starts of the trainer group apart: a rank of an earlier start, which may still
+    be on its way out, looks under another name. A trainer group of one has no store.
 
     Guarantee: once all have joined, a rank waits for another one as long as a phase may last, and no less: one that
     loads or writes slowly ends nothing before its own deadline does.
@@ -412,8 +414,8 @@ def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[tuple
         return
     timeout_s = context.plan.supervision.setup_timeout_s
     peers = [worker for worker in context.workers("model_worker") if worker != context.worker_id]
-    context.presence.enter("join the gang", waits_for=peers, is_setting_up=True, deadline_s=timeout_s)
-    key = context.keys.gang_rendezvous(context.incarnation)
+    context.presence.enter("join the trainer group", waits_for=peers, is_setting_up=True, deadline_s=timeout_s)
+    key = context.keys.trainer_rendezvous(context.incarnation)
     store = shared_store(context.names, key, rank=spec.index, address=context.address, timeout_s=timeout_s)
     parallel = init_parallel(
         rank=spec.index,
@@ -430,7 +432,7 @@ def joined_gang(context: WorkerContext, spec: ModelWorkerSpec) -> Iterator[tuple
 
 
 def shared_store(names: NameService, key: str, *, rank: int, address: str, timeout_s: float) -> Store:
-    """The store that all ranks of a gang share: rank 0 listens on `address` and says where under `key`.
+    """The store that all ranks of a trainer group share: rank 0 listens on `address` and says where under `key`.
 
     Raises:
         TimeoutError: if rank 0 does not show up, or does not answer.

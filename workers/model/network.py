@@ -1,4 +1,4 @@
-"""Messages between the ranks of a gang, apart from the group that computes: each travels when its receiver asks for it.
+"""Messages between training ranks, apart from the group that computes: each travels when its receiver asks for it.
 
     send(buffers, peer, tag) ──► held ────────────┐
     ask(peer, tag) ──connects, hello──► question ─┴──► a thread for this peer ──► header, buffers
@@ -47,7 +47,7 @@ _MOST_BUFFERS = 64  # of one sendmsg: it looks at all of them, though its socket
 
 
 class TransferError(RuntimeError):
-    """A peer did not send or take its part of the plan; the gang cannot go on together."""
+    """A peer did not send or take its part of the plan; the trainer group cannot go on together."""
 
 
 class Network:

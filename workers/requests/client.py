@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from corral.workers.requests.messages import (
     FromWorker,
     Hello,
+    PiggybackedRequest,
     ReplyPayload,
     Request,
-    Rider,
     StaleReply,
     WorkerRequest,
 )
@@ -157,7 +157,7 @@ class _KnownWorker:
     """None while it is not connected."""
     is_dead: bool = False
     grace_timer: asyncio.TimerHandle | None = None
-    riders: tuple[Rider, ...] = ()
+    piggybacked: tuple[PiggybackedRequest, ...] = ()
     """What goes with the next message to it."""
 
     def death(self, asked: str) -> PeerDeadError:
@@ -280,15 +280,15 @@ class RequestClient(Closing):
                 unknown = PeerDeadError(f"{worker_id} got {asked} but has not said hello; wait_for_workers first")
                 replies.end(worker_id, worker.death(asked) if worker else unknown)
                 continue
-            riders, worker.riders = worker.riders, ()
-            if encoded is None or encoded.request is not request or encoded.riders is not riders:
-                encoded = WorkerRequest(request=request, riders=riders)
+            piggybacked, worker.piggybacked = worker.piggybacked, ()
+            if encoded is None or encoded.request is not request or encoded.piggybacked is not piggybacked:
+                encoded = WorkerRequest(request=request, piggybacked=piggybacked)
                 frames = self._codec.encode(encoded, epoch=self._epoch, request_id=request_id, deadline_s=deadline_s)
             replies.await_reply(worker_id, frames)
             self._send(worker, frames)
         return replies
 
-    def attach(self, requests: Mapping[str, Rider]) -> None:
+    def attach(self, requests: Mapping[str, PiggybackedRequest]) -> None:
         """Let each of these ride with the next message to its worker: it costs no message, and has no own answer.
 
         They are done in the order in which they were attached, and none of them twice; those of a worker that dies, or
@@ -296,7 +296,7 @@ class RequestClient(Closing):
         """
         for worker_id, request in requests.items():
             if (worker := self._worker_by_id.get(worker_id)) is not None:
-                worker.riders += (request,)
+                worker.piggybacked += (request,)
 
     def close(self) -> None:
         if self._is_closed:
@@ -379,7 +379,7 @@ class RequestClient(Closing):
         worker.end_grace()
         if worker.is_dead:
             return
-        worker.is_dead, worker.riders = True, ()  # it hears nothing more
+        worker.is_dead, worker.piggybacked = True, ()  # it hears nothing more
         for replies in list(self._pending.values()):
             replies.end(worker.hello.worker, worker.death(replies.asked))
         logger.warning("%s (pid %d) is dead", worker.hello.worker, worker.hello.pid)

@@ -50,7 +50,7 @@ _NUM_CACHED_REPLIES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Later:
+class DeferredReply:
     """What a handler returns that has nothing to say yet: it is asked again at each `look_again`."""
 
     wait_s: float
@@ -59,7 +59,7 @@ class Later:
     """The answer when the time is over."""
 
 
-NonBlockingHandler = Callable[[NonBlockingRequest], ReplyPayload | Later]
+NonBlockingHandler = Callable[[NonBlockingRequest], ReplyPayload | DeferredReply]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class WorkerRequestStream(Closing):
 
     def _start(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
         request = message.body.request
-        answers = map(self._ask_handler, message.body.riders)
+        answers = map(self._ask_handler, message.body.piggybacked)
         # The first error of what came with it, which the master must hear in place of an answer.
         if (failed := next((answer for answer in answers if isinstance(answer, ErrorReply)), None)) is not None:
             self._finish(request_id, failed)
@@ -222,7 +222,7 @@ class WorkerRequestStream(Closing):
 
     def _answer_now(self, request_id: RequestId, request: NonBlockingRequest) -> None:
         answer = self._ask_handler(request)
-        if isinstance(answer, Later):
+        if isinstance(answer, DeferredReply):
             timer = asyncio.get_running_loop().call_later(
                 answer.wait_s, self._settle_deferred, request_id, answer.otherwise
             )
@@ -233,7 +233,7 @@ class WorkerRequestStream(Closing):
     def _answer_deferred(self) -> None:
         for request_id, (request, _) in list(self._deferred.items()):
             answer = self._ask_handler(request)
-            if not isinstance(answer, Later):
+            if not isinstance(answer, DeferredReply):
                 self._settle_deferred(request_id, answer)
 
     def _settle_deferred(self, request_id: RequestId, payload: ReplyPayload) -> None:
@@ -241,7 +241,7 @@ class WorkerRequestStream(Closing):
         self._deferred.pop(request_id)[1].cancel()
         self._finish(request_id, payload)
 
-    def _ask_handler(self, request: NonBlockingRequest) -> ReplyPayload | Later:
+    def _ask_handler(self, request: NonBlockingRequest) -> ReplyPayload | DeferredReply:
         try:
             return self._non_blocking(request)
         except Exception as error:  # whatever it is, the master asked and must hear it; the I/O thread must live

@@ -88,7 +88,7 @@ class DataTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CallRequest(MessageBody, frozen=True, kw_only=True):
-    """One go of a model function call; what runs before and after it does so inside, so that its collectives cannot
+    """One slice of a model function call; what runs before and after it does so inside, so that its collectives cannot
     interleave with others."""
 
     mfc: str
@@ -179,7 +179,7 @@ class Written(MessageBody, frozen=True, tag="written"):
 
 NonBlockingRequest = Fetch | LoadRows | Reject | Give | ClearDataCache | Written
 BlockingRequest = Initialize | Generate | Inference | TrainStep | Evaluate | Reallocate | SaveWeights | SaveCheckpoint
-Rider = ClearDataCache | Give
+PiggybackedRequest = ClearDataCache | Give
 """What may go with the next message to the same worker, whose answer says of both whether they could be done."""
 Request = NonBlockingRequest | BlockingRequest
 
@@ -188,7 +188,7 @@ class WorkerRequest(MessageBody, frozen=True, tag="request"):
     """A request, and what came with it."""
 
     request: Request
-    riders: tuple[Rider, ...] = ()
+    piggybacked: tuple[PiggybackedRequest, ...] = ()
     """Done by the I/O thread when this arrives, before it. What answers this answers them; an error of theirs is it."""
 
 

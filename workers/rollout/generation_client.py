@@ -56,7 +56,7 @@ _STREAM_INTERVAL = 32  # tokens of an event: what a lost server costs an answer,
 
 
 @dataclass(frozen=True)
-class Setback:
+class FailedTry:
     """Why a stream has ended before its answer."""
 
     url: str
@@ -73,7 +73,7 @@ class Setback:
         return "busy" if self.is_busy else "lost" if self.is_lost else "failed"
 
 
-RouteFunction = Callable[[str, int, str, Setback | None], Awaitable[str | None]]
+RouteFunction = Callable[[str, int, str, FailedTry | None], Awaitable[str | None]]
 """(uid, tokens that a server is expected to hold for it, oldest version of those that have come or "", what has just
 happened to an answer) -> a server's URL, or None while none is ready."""
 
@@ -279,7 +279,7 @@ class GenerationClient:
                 logger.warning("%s/generate failed: %s", setback.url, setback.reason)
             place = await self._place(group, place, setback)
 
-    async def _place(self, group: _Group, left: _Place | None, setback: Setback | None) -> _Place:
+    async def _place(self, group: _Group, left: _Place | None, setback: FailedTry | None) -> _Place:
         """Where to go on from the place that an answer leaves: where another of its group has gone from there, or where
         the manager says. It hears once of what happened to several of them: told again, it would bench a server that
         has come back in the meantime."""
@@ -304,7 +304,7 @@ class GenerationClient:
         ]
         return max(1, self._under_way[group.uid]) * (len(group.prompt_ids) + sum(lengths))
 
-    async def _stream(self, url: str, group: _Group, answer: PartialAnswer) -> Setback:
+    async def _stream(self, url: str, group: _Group, answer: PartialAnswer) -> FailedTry:
         """Take in the rest of an answer as one server makes it; what to make of it if that is not all."""
         num_before, silence_s, ended = len(answer.output_ids), self.token_timeout_s, None
         aborted_at = None
@@ -336,17 +336,17 @@ class GenerationClient:
                     ended = reason
                     deadline.renew(silence_s)
         except TimeoutError:
-            return Setback(url, is_busy=False, reason=f"it said nothing for {silence_s:g} s")
+            return FailedTry(url, is_busy=False, reason=f"it said nothing for {silence_s:g} s")
         except aiohttp.ClientConnectorError as error:
-            return Setback(url, is_busy=False, is_lost=True, reason=str(error))
+            return FailedTry(url, is_busy=False, is_lost=True, reason=str(error))
         except (aiohttp.ClientError, OSError, MalformedEventError, msgspec.MsgspecError) as error:
-            return Setback(url, is_busy=False, reason=str(error) or type(error).__name__)
+            return FailedTry(url, is_busy=False, reason=str(error) or type(error).__name__)
         finally:
             answer.settle()
         has_more = len(answer.output_ids) > num_before
         is_busy = ended is not None and (has_more or aborted_at is not None)
         reason_text = "its stream ended before the answer"
-        return Setback(url, is_busy=is_busy, reason=reason_text, aborted_at=None if has_more else aborted_at)
+        return FailedTry(url, is_busy=is_busy, reason=reason_text, aborted_at=None if has_more else aborted_at)
 
     def _body(self, group: _Group, answer: PartialAnswer) -> bytes:
         body: dict[str, Any] = {
@@ -369,11 +369,11 @@ class GenerationClient:
         return msgspec.json.encode(body)
 
 
-def _judge(url: str, status: int, text: str) -> Setback:
+def _judge(url: str, status: int, text: str) -> FailedTry:
     """What a status other than 200 means for the server; RequestRefusedError if it means nothing for it."""
     if status in _REFUSALS:
         raise RequestRefusedError(f"{url}/generate answered {status}: {text}")
-    return Setback(url, is_busy=status in _BUSY, reason=f"it answered {status}: {text}")
+    return FailedTry(url, is_busy=status in _BUSY, reason=f"it answered {status}: {text}")
 
 
 async def _pause(num_futile: int) -> None:

@@ -69,7 +69,7 @@ from corral.workers.requests.manager_messages import (
     Schedule,
 )
 from corral.workers.rollout.episode_player import open_player
-from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.generation_client import FailedTry, GenerationClient
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
@@ -313,7 +313,7 @@ class RolloutWorker(Worker):
         end = Finish(worker=self.context.worker_id, uid=uid, order=order, outcome=outcome)
         await self._tell_manager(lambda: end)
 
-    async def _route(self, uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+    async def _route(self, uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
         asked = time.monotonic()
         left = {} if setback is None else {f"{setback.kind}_url": setback.url}
         prompt = self._running.get(uid, Admitted(uid, 0))

@@ -28,7 +28,7 @@ from corral.workers.episodes.turn_request import TurnRequest
 from corral.workers.lifecycle.timeline import unrecorded
 from corral.workers.model_endpoint.endpoint import ModelEndpoint
 from corral.workers.rollout.episode_session import EpisodeSession
-from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.generation_client import FailedTry, GenerationClient
 
 _NAME = "judge"
 
@@ -39,7 +39,7 @@ class Judges:
 
     urls: Sequence[str] = field(default_factory=list)
 
-    async def route(self, uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+    async def route(self, uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
         """Any of them, but for one that has just failed or is busy, if there are others; None while there is none."""
         others = [url for url in self.urls if setback is None or url != setback.url] or self.urls
         return random.choice(others) if others else None  # noqa: S311 - spreads load, protects nothing

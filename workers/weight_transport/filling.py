@@ -76,7 +76,7 @@ class StagedVersion(Arrived):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class StagingDeadline:
     """Of one staging: how long it may still take, and whether anybody still wants it.
 
     A thread cannot be cancelled, so its work asks again and again.
@@ -90,7 +90,7 @@ class Patience:
     given_up: threading.Event
 
     @classmethod
-    def of(cls, what: str, *, timeout_s: float, given_up: threading.Event) -> "Patience":
+    def of(cls, what: str, *, timeout_s: float, given_up: threading.Event) -> "StagingDeadline":
         return cls(what, timeout_s, time.monotonic() + timeout_s, given_up)
 
     def check(self) -> None:
@@ -115,18 +115,18 @@ Pieces = Generator[memoryview, None, None]
 """A file in order; each piece is valid until the next one is asked for."""
 
 
-class NoWayError(Exception):
+class NoSourceError(Exception):
     """A file does not come from where it was expected; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class FileSource:
     """How a file comes."""
 
     origin: str
     """For messages."""
     pieces: Pieces
-    """Raises NoWayError or OSError."""
+    """Raises NoSourceError or OSError."""
     bytes_read: int = 0
     """Of the shared file system."""
     bytes_received: int = 0
@@ -135,11 +135,11 @@ class Way:
     """Called when it was not what it should be."""
 
 
-class FindWay(Protocol):
+class FindSource(Protocol):
     """How one file comes from one place, or by one encoding."""
 
-    def __call__(self, name: str, expected: FileEntry) -> Way | None:
-        """None where there is no way. Raises NoWayError or OSError where it is damaged."""
+    def __call__(self, name: str, expected: FileEntry) -> FileSource | None:
+        """None where there is no way. Raises NoSourceError or OSError where it is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Filling:
     bytes_read: int = 0
     """Of the shared file system, by an encoding for all its ways together."""
 
-    def fill(self, encode: "Encode", others: Sequence[FindWay] = ()) -> Arrived:
+    def fill(self, encode: "Encode", others: Sequence[FindSource] = ()) -> Arrived:
         """Write the files that servers read, and the manifest.
 
         Guarantee: when it returns, every file has the digest that the manifest names, whatever it came from.
@@ -226,7 +226,7 @@ class Filling:
             bytes_received=sum(way.bytes_received for way in ways),
         )
 
-    def _bring(self, name: str, expected: FileEntry, finders: Sequence[FindWay]) -> tuple[int, Way | None]:
+    def _bring(self, name: str, expected: FileEntry, finders: Sequence[FindSource]) -> tuple[int, FileSource | None]:
         """The number of the first who had it, after all of them the shared file system, and the way; -1 and None for a
         second name for what is held."""
         target = self.into / name
@@ -243,34 +243,34 @@ class Filling:
                 if (way := find(name, expected)) is not None:
                     self._write(name, way, expected)
                     return number, way
-            except (NoWayError, OSError) as error:
+            except (NoSourceError, OSError) as error:
                 logger.warning("%s is read whole, from the next that has it: %s", self.weights / name, error)
                 target.unlink(missing_ok=True)
                 if way is not None:
                     way.failed()
         path = self.weights / name
-        way = Way(origin=str(path), pieces=_content(path, expected), bytes_read=expected.size)
+        way = FileSource(origin=str(path), pieces=_content(path, expected), bytes_read=expected.size)
         try:
             self._write(name, way, expected)
-        except NoWayError as error:
+        except NoSourceError as error:
             raise CorruptCheckpointError(str(error)) from error
         return len(finders), way
 
-    def _write(self, name: str, way: Way, expected: FileEntry) -> None:
+    def _write(self, name: str, way: FileSource, expected: FileEntry) -> None:
         digest = ContentDigest()
         with open(self.into / name, "xb", buffering=0) as file, closing(way.pieces) as pieces:
             for piece in pieces:
                 write_hashed(file, piece, digest)
                 self.on_progress()
         if (actual := digest.hexdigest()) != expected.digest:
-            raise NoWayError(f"{way.origin}: {mismatch(expected.digest, actual)}")
+            raise NoSourceError(f"{way.origin}: {mismatch(expected.digest, actual)}")
 
 
-Encode = Callable[[Filling], FindWay]
+Encode = Callable[[Filling], FindSource]
 """How the files of a version come from what is held."""
 
 
-def whole(version: Filling) -> FindWay:
+def whole(version: Filling) -> FindSource:
     """In no other way than as they are."""
     return lambda name, expected: None
 
@@ -281,15 +281,15 @@ def _is_served(name: str) -> bool:
 
 
 def _content(path: Path, expected: FileEntry) -> Pieces:
-    """Of a file of the shared file system; NoWayError if it is not that long, or no file."""
+    """Of a file of the shared file system; NoSourceError if it is not that long, or no file."""
     try:
         file = open(path, "rb", buffering=0)
     except FileNotFoundError as error:
-        raise NoWayError(f"{path}: expected {expected.size} bytes, got no file") from error
+        raise NoSourceError(f"{path}: expected {expected.size} bytes, got no file") from error
     with file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
-            raise NoWayError(f"{path}: expected {expected.size} bytes, got {status.st_size}")
+            raise NoSourceError(f"{path}: expected {expected.size} bytes, got {status.st_size}")
         buffer = memoryview(bytearray(min(CACHED_BYTES, expected.size + 1)))
         while size := file.readinto(buffer):
             yield buffer[:size]

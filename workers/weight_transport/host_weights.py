@@ -34,7 +34,7 @@ from corral.experiments.trial.flocks import (
     try_lock,
 )
 from corral.experiments.trial.memory_groups import memory_groups
-from corral.workers.weight_transport.filling import Arrived, Patience
+from corral.workers.weight_transport.filling import Arrived, StagingDeadline
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,9 @@ class HostWeights:
         self._read: tuple[Path, int] | None = None
         """Taken over last."""
 
-    def obtain(self, digest: str, *, size_bytes: int, write: WriteVersion, patience: Patience) -> tuple[Path, Arrived]:
+    def obtain(
+        self, digest: str, *, size_bytes: int, write: WriteVersion, patience: StagingDeadline
+    ) -> tuple[Path, Arrived]:
         """The directory of a version, held until another one is taken over, and where it has come from now.
 
         Guarantee: of all workers of the host that ask at the same time, one writes, and the others get what it wrote.
@@ -159,7 +161,7 @@ class HostWeights:
         remove_if_unused(self.path)
 
     @contextmanager
-    def _staging(self, patience: Patience) -> Iterator[None]:
+    def _staging(self, patience: StagingDeadline) -> Iterator[None]:
         with opened(self.path / _LOCK) as lock:
             while not try_lock(lock, fcntl.LOCK_EX):
                 patience.wait_for(os.pread(lock, 200, 0).decode(errors="replace"), seconds=_POLL_INTERVAL_S)

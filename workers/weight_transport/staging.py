@@ -40,15 +40,15 @@ from corral.workers.checkpoint.manifest import ADAPTER_FOLDER, MANIFEST_NAME, re
 from corral.workers.weight_transport.filling import (
     Arrived,
     Encode,
+    FileSource,
     Filling,
-    FindWay,
+    FindSource,
     Held,
-    NoWayError,
-    Patience,
+    NoSourceError,
     Pieces,
     StagedVersion,
+    StagingDeadline,
     StagingError,
-    Way,
     whole,
 )
 from corral.workers.weight_transport.host_weights import HostWeights, NoRoomError
@@ -82,7 +82,7 @@ _DTYPES: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.flo
 # leads from it, and files are read whole.
 
 
-def by_deltas(version: Filling) -> FindWay:
+def by_deltas(version: Filling) -> FindSource:
     """Deltas where they lead from what is held."""
     return partial(_way_by_deltas, version)
 
@@ -123,13 +123,13 @@ def cheapest_chain(held: Collection[FileEntry], wanted: FileEntry, deltas: Itera
     return None
 
 
-def _way_by_deltas(version: Filling, name: str, expected: FileEntry) -> Way | None:
+def _way_by_deltas(version: Filling, name: str, expected: FileEntry) -> FileSource | None:
     """By the file's delta from what is held; where a version was missed, by that one's delta and its own."""
     if f"{name}{DELTA_SUFFIX}" not in version.manifest.files:
         return None
     own = _read_delta(version.weights / f"{name}{DELTA_SUFFIX}")
     if own.result != expected:
-        raise NoWayError(f"{own.path} leads to {own.result}, and the manifest has {expected}")
+        raise NoSourceError(f"{own.path} leads to {own.result}, and the manifest has {expected}")
     others = [] if version.held.file(name, own.base) is not None else _missed_deltas(version.weights, name)
     chain = cheapest_chain(version.held.contents(name), expected, [own, *others])
     if not chain:
@@ -137,7 +137,7 @@ def _way_by_deltas(version: Filling, name: str, expected: FileEntry) -> Way | No
     base = version.held.file(name, chain[0].base)
     assert base is not None  # the chain begins with something that is held
     num_bytes = sum(delta.size for delta in chain)
-    return Way(origin=f"{base} and {len(chain)} deltas", pieces=_applied(base, chain), bytes_read=num_bytes)
+    return FileSource(origin=f"{base} and {len(chain)} deltas", pieces=_applied(base, chain), bytes_read=num_bytes)
 
 
 def _missed_deltas(weights: Path, name: str) -> list[Delta]:
@@ -149,7 +149,7 @@ def _missed_deltas(weights: Path, name: str) -> list[Delta]:
     for path in weights.parent.glob(f"*/{name}{DELTA_SUFFIX}"):
         try:
             found.append(_read_delta(path))
-        except (NoWayError, OSError) as error:  # it may be gone this very moment, as old versions go
+        except (NoSourceError, OSError) as error:  # it may be gone this very moment, as old versions go
             logger.info("%s is no way to %s: %s", path, weights, error)
     return found
 
@@ -160,7 +160,7 @@ def _read_delta(path: Path) -> Delta:
             header = read_header(file)
             return Delta(path=path, size=os.fstat(file.fileno()).st_size, base=header.base, result=header.result)
     except DeltaError as error:
-        raise NoWayError(str(error)) from error
+        raise NoSourceError(str(error)) from error
 
 
 def _applied(base: Path, chain: Sequence[Delta]) -> Pieces:
@@ -173,10 +173,10 @@ def _applied(base: Path, chain: Sequence[Delta]) -> Pieces:
                 source = PieceFile(pieces)
             yield from pieces
         except DeltaError as error:
-            raise NoWayError(str(error)) from error
+            raise NoSourceError(str(error)) from error
 
 
-def by_adapter(version: Filling) -> FindWay:
+def by_adapter(version: Filling) -> FindSource:
     """The version's adapter, where a version is held and that can be read."""
     adapter = [entry for name, entry in version.manifest.files.items() if name.startswith(f"{ADAPTER_FOLDER}/")]
     if not adapter or not version.held.versions:
@@ -218,12 +218,12 @@ class _Adapted:
     the next version reads it anew."""
     held: Held
 
-    def find_way(self, name: str, expected: FileEntry) -> Way | None:
+    def find_way(self, name: str, expected: FileEntry) -> FileSource | None:
         """By the newest file of this name, whose weights have the same places if it has the same size."""
         for path, files in self.held.versions:
             if name.endswith(_SUFFIX) and (entry := files.get(name)) is not None and entry.size == expected.size:
                 origin, doubt = f"{path / name} and the adapter", partial(self.base.unlink, missing_ok=True)
-                return Way(origin=origin, pieces=self._pieces(path / name), failed=doubt)
+                return FileSource(origin=origin, pieces=self._pieces(path / name), failed=doubt)
         return None
 
     def _pieces(self, path: Path) -> Pieces:
@@ -231,7 +231,7 @@ class _Adapted:
             with open(path, "rb", buffering=0) as old, safe_open(self.base, framework="pt") as base:
                 yield from self._merged_file(old, base)
         except SafetensorError as error:
-            raise NoWayError(f"the base model's weights that this host keeps cannot be used: {error}") from error
+            raise NoSourceError(f"the base model's weights that this host keeps cannot be used: {error}") from error
 
     def _merged_file(self, old: FileIO, base: Any) -> Pieces:
         length = old.read(8)
@@ -245,7 +245,7 @@ class _Adapted:
                 yield from _piece_by_piece(old, end - first)
                 continue
             if entry["dtype"] not in _DTYPES:
-                raise NoWayError(f"{name} is of {entry['dtype']}, which nothing is added to")
+                raise NoSourceError(f"{name} is of {entry['dtype']}, which nothing is added to")
             old.seek(end - first, os.SEEK_CUR)
             yield self._merged(name, base.get_tensor(name), _DTYPES[entry["dtype"]])
 
@@ -253,7 +253,7 @@ class _Adapted:
         """As the trainer holds the frozen weight, in the type of its products, and writes the sum."""
         added = self.added[name]
         if weight.shape != (added.B.shape[0], added.A.shape[1]):
-            raise NoWayError(f"{name} of the base model has shape {list(weight.shape)}, which is not its adapter's")
+            raise NoSourceError(f"{name} of the base model has shape {list(weight.shape)}, which is not its adapter's")
         merged = added.added_to(weight.to(dtype)).to(dtype)
         return merged.view(-1).view(torch.uint8).numpy().data
 
@@ -262,7 +262,7 @@ def _piece_by_piece(file: FileIO, num_bytes: int) -> Pieces:
     while num_bytes > 0:
         piece = file.read(min(num_bytes, PIECE_BYTES))
         if not piece:
-            raise NoWayError(f"{file.name} ends within a weight")
+            raise NoSourceError(f"{file.name} ends within a weight")
         num_bytes -= len(piece)
         yield memoryview(piece)
 
@@ -292,7 +292,7 @@ class Peers:
 class PeerFiles:
     """The files of one version, as other hosts give them; each may be asked for in a thread of its own."""
 
-    def __init__(self, peers: Peers, digest: str, sources: Sequence[str], patience: Patience) -> None:
+    def __init__(self, peers: Peers, digest: str, sources: Sequence[str], patience: StagingDeadline) -> None:
         """
         Args:
             digest: of the manifest.
@@ -300,18 +300,20 @@ class PeerFiles:
         """
         self.failed: set[str] = set()
         """Sources that are asked for nothing more."""
-        self.ways: list[FindWay] = [partial(self._find_way, source) for source in sources]
+        self.ways: list[FindSource] = [partial(self._find_way, source) for source in sources]
         self._peers = peers
         self._digest = digest
         now = time.monotonic()
         self._until = now + peers.share_of_time * (patience.deadline - now)
 
-    def _find_way(self, source: str, name: str, expected: FileEntry) -> Way | None:
+    def _find_way(self, source: str, name: str, expected: FileEntry) -> FileSource | None:
         if source in self.failed or time.monotonic() > self._until:
             return None
         url = f"{source}/weights/{self._digest}/{quote(name)}"
         pieces = self._pieces(url, expected.size)
-        return Way(origin=url, pieces=pieces, bytes_received=expected.size, failed=partial(self.failed.add, source))
+        return FileSource(
+            origin=url, pieces=pieces, bytes_received=expected.size, failed=partial(self.failed.add, source)
+        )
 
     def _pieces(self, url: str, size_bytes: int) -> Pieces:
         """Each is what has come by then, so that who copies can see how long it takes."""
@@ -321,22 +323,22 @@ class PeerFiles:
             connection.request("GET", parts.path, headers={"Authorization": f"Bearer {self._peers.admin_key}"})
             response = connection.getresponse()
             if response.status != 200:
-                raise NoWayError(f"{url} answered {response.status}: {response.read(200).decode(errors='replace')}")
+                raise NoSourceError(f"{url} answered {response.status}: {response.read(200).decode(errors='replace')}")
             if response.length != size_bytes:
-                raise NoWayError(f"{url}: expected {size_bytes} bytes, got {response.length}")
+                raise NoSourceError(f"{url}: expected {size_bytes} bytes, got {response.length}")
             buffer, remaining = memoryview(bytearray(CACHED_BYTES)), size_bytes
             while remaining:
                 state = f"failed with {remaining} bytes to come"
                 size = response.fp.readinto1(buffer[:remaining])
                 if not size:
-                    raise NoWayError(f"{url} ended with {remaining} bytes to come")
+                    raise NoSourceError(f"{url} ended with {remaining} bytes to come")
                 if time.monotonic() > self._until:
                     share = self._peers.share_of_time
-                    raise NoWayError(f"other hosts took {share:.0%} of the time, and had not given all")
+                    raise NoSourceError(f"other hosts took {share:.0%} of the time, and had not given all")
                 remaining -= size
                 yield buffer[:size]
         except (OSError, http.client.HTTPException) as error:
-            raise NoWayError(f"{url} {state}: {error}") from error
+            raise NoSourceError(f"{url} {state}: {error}") from error
         finally:
             connection.close()
 
@@ -444,11 +446,11 @@ class WeightStaging:
         if self._host is not None and self._lock.acquire(timeout=_CLOSE_TIMEOUT_S):
             self._host.close()
 
-    def _patience(self, version: str, timeout_s: float) -> Patience:
-        return Patience.of(f"version {version}", timeout_s=timeout_s, given_up=self._given_up)
+    def _patience(self, version: str, timeout_s: float) -> StagingDeadline:
+        return StagingDeadline.of(f"version {version}", timeout_s=timeout_s, given_up=self._given_up)
 
     def _obtain(
-        self, weights: Path, digest: str | None, sources: Sequence[str], patience: Patience
+        self, weights: Path, digest: str | None, sources: Sequence[str], patience: StagingDeadline
     ) -> tuple[Path, Arrived]:
         if self._host is None:
             return weights, _verify(weights, digest, patience)
@@ -474,7 +476,7 @@ class WeightStaging:
             return self._host.obtain(digest, size_bytes=size_bytes, write=write, patience=patience)
 
 
-def _verify(weights: Path, digest: str | None, patience: Patience) -> Arrived:
+def _verify(weights: Path, digest: str | None, patience: StagingDeadline) -> Arrived:
     """Compare files with their manifest, where they are."""
     manifest = verify_manifest(weights, digest, on_progress=patience.check)
     return Arrived(bytes_read=sum(entry.size for entry in manifest.files.values()))

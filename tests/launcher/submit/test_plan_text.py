@@ -198,7 +198,7 @@ def test_the_graph_is_a_mermaid_chart_with_numbers_for_names(folder: Path) -> No
         '  n0(["rollout workers"])',
         '  n1["actor_inf<br/>actor/0 inference<br/>d2 on 0-1"]',
         '  n2["ref_inf<br/>ref/0 inference<br/>d1 on 2"]',
-        '  n3["actor_train<br/>actor/0 train_step<br/>d2 on 0-1<br/>3 goes of 3"]',
+        '  n3["actor_train<br/>actor/0 train_step<br/>d2 on 0-1<br/>3 slices of 3"]',
         '  n4(["generation servers"])',
         '  n0 -->|"input_ids, prompt_mask"| n1',
         '  n0 -->|"input_ids, prompt_mask"| n2',

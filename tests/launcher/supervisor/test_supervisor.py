@@ -28,7 +28,7 @@ from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import StubTrial, wait_until
 
 FEW: dict[str, Any] = {"model_workers": 1, "servers": 0}
-"""For what is not about gangs and servers: each worker is two processes to start."""
+"""For what is not about trainer groups and servers: each worker is two processes to start."""
 TRACKERS = """\
 import sys
 
@@ -129,7 +129,9 @@ def test_what_ends_is_restarted_with_its_unit_and_with_its_end_on_record(make_tr
     assert trial.wait() == 0
     assert len(trial.starts("gserver_manager/0")) == 1
     first, second = zip(trial.starts("model_worker/0"), trial.starts("model_worker/1"), strict=True)
-    assert first[0][1] == first[1][1] != second[0][1] == second[1][1], "the ranks of a gang share an incarnation"
+    assert first[0][1] == first[1][1] != second[0][1] == second[1][1], (
+        "the ranks of a trainer group share an incarnation"
+    )
     causes = {event["unit"]: event["cause"] for event in reversed(trial.events("unit_restarting"))}
     assert set(causes) == {"master_worker/0", "model_worker", "generation_server/0"}
     assert "before the trial was done" in causes["master_worker/0"]

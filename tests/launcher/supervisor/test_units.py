@@ -93,7 +93,7 @@ def test_a_gang_that_slurms_notice_reached_before_it_could_listen_starts_again_a
 def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
     machine = started()
     assert machine.exited(TaskExit("model_worker/1", 1), 10.0) == [SignalTask("model_worker/0", kill=True)]
-    assert machine.tick(20.0) == []  # not before the old gang is gone
+    assert machine.tick(20.0) == []  # not before the old trainer group is gone
     assert machine.exited(TaskExit("model_worker/0", -9), 20.0) == [
         restarting("model_worker", "model_worker/1 exit 1", pause_s=1.0, restarts=1)
     ]
@@ -102,7 +102,7 @@ def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
 
 def test_the_cause_is_the_rank_that_died_not_the_peer_that_noticed_first() -> None:
     machine = started()
-    machine.exited(TaskExit("model_worker/0", WorkerExit.GANG_BROKEN), 10.0)
+    machine.exited(TaskExit("model_worker/0", WorkerExit.PEERS_FAILED), 10.0)
     supervision_actions = [action for action in machine.exited(TaskExit("model_worker/1", -9), 10.0)]
     # model_worker/1 had been sent SIGKILL by then, so the two cannot be told apart: the first exit stands.
     assert [type(action) for action in supervision_actions] == [UnitNews]
@@ -223,7 +223,7 @@ def test_redis_is_restarted_even_while_the_trial_stops() -> None:
 
 
 SERVER = UnitSpec(name="generation_server/1", tasks=("generation_server/1",), needs_nodes=True, is_optional=True)
-FAR_GANG = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/1"), needs_nodes=True)
+FAR_TRAINERS = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/1"), needs_nodes=True)
 WAITING_MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",), waits_for=("model_worker",))
 
 
@@ -296,7 +296,7 @@ def test_the_verdict_on_a_peer_names_the_rank_that_died() -> None:
 
 def test_a_rank_that_had_died_before_its_peer_said_so_is_the_cause() -> None:
     machine = started()
-    ends = [TaskExit("model_worker/0", WorkerExit.GANG_BROKEN), TaskExit("model_worker/1", -9)]
+    ends = [TaskExit("model_worker/0", WorkerExit.PEERS_FAILED), TaskExit("model_worker/1", -9)]
     actions = [machine.exited(end, 10.0, gone=[one.task for one in ends]) for end in ends]
     assert actions == [[], [restarting("model_worker", "model_worker/1 SIGKILL", pause_s=1.0, restarts=1)]]
     assert [(end.task, bool(end.caused_by)) for end in machine.take_verdicts()] == [
@@ -370,14 +370,14 @@ def test_what_is_beside_the_trial_is_given_up_alone_however_it_ends(returncode: 
 
 
 def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> None:
-    machine = UnitMachine((WAITING_MASTER, FAR_GANG), BUDGETS)
+    machine = UnitMachine((WAITING_MASTER, FAR_TRAINERS), BUDGETS)
     assert machine.tick(0.0) == []
     machine.nodes_granted("model_worker")
     assert machine.tick(50.0) == [StartUnit("master_worker/0"), StartUnit("model_worker")]
     lost = machine.nodes_lost("model_worker", "node failed", 60.0)
     assert SignalTask("master_worker/0", kill=False) in lost
     machine.exited(TaskExit("master_worker/0", 0), 61.0)
-    for rank in FAR_GANG.tasks:
+    for rank in FAR_TRAINERS.tasks:
         machine.exited(TaskExit(rank, -9), 61.0)
     assert machine.tick(1000.0) == []
     machine.nodes_granted("model_worker")
@@ -385,10 +385,10 @@ def test_the_master_starts_with_its_trainer_and_again_after_it_was_away() -> Non
 
 
 def test_the_master_leaves_with_ranks_that_ended_before_slurm_said_that_their_nodes_are_gone() -> None:
-    machine = UnitMachine((WAITING_MASTER, FAR_GANG), BUDGETS)
+    machine = UnitMachine((WAITING_MASTER, FAR_TRAINERS), BUDGETS)
     machine.nodes_granted("model_worker")
     machine.tick(0.0)
-    for rank in FAR_GANG.tasks:
+    for rank in FAR_TRAINERS.tasks:
         asked = machine.exited(TaskExit(rank, 0), 10.0)
     assert asked == [CheckNodes("model_worker")]
     lost = machine.nodes_lost("model_worker", "requeued", 11.0)
@@ -470,7 +470,7 @@ def test_whatever_happens_units_never_overlap_and_every_stop_ends(events: list[t
         assert "used up" not in world.end.cause
 
 
-FAR_UNITS = (SERVER, FAR_GANG)
+FAR_UNITS = (SERVER, FAR_TRAINERS)
 NODES_EVENTS = st.tuples(
     st.sampled_from(["exit", "grant", "lose", "answer", "tick"]), st.integers(0, 9), st.sampled_from([0, 1, -9, -15])
 )

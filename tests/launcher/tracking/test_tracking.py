@@ -21,7 +21,7 @@ from corral.launcher.tracking.hand_on import CommittedLines
 from corral.launcher.tracking.tracker import TrackedTrial
 from corral.launcher.tracking.trackers import MLflowRun, NewsCommand, PrometheusFile, mlflow_name
 from tests.tracked import check_same, in_mlflow, in_prometheus, in_tensorboard, in_wandb, written
-from tests.workers.master.trials import NUM_STEPS, Gang, KilledError, lines_of, run_master, trial_of
+from tests.workers.master.trials import NUM_STEPS, KilledError, Trainers, lines_of, run_master, trial_of
 
 BIN = Path(sys.executable).parent
 OWN = """\
@@ -61,14 +61,14 @@ def test_lines_that_are_told_are_those_that_stay(tmp_path: Path, monkeypatch: py
     told: list[dict[str, Any]] = []
     lines = CommittedLines(trial)
 
-    def dies_at(number: int) -> Gang:
+    def dies_at(number: int) -> Trainers:
         def at_call(name: str) -> None:
             told.extend(map(dict, lines.new()))
-            if name == "train_step" and len(gang.trained) == number:
+            if name == "train_step" and len(trainers.trained) == number:
                 raise KilledError
 
-        gang = Gang(at_call=at_call)
-        return gang
+        trainers = Trainers(at_call=at_call)
+        return trainers
 
     for number in (1, 3, 2):
         with pytest.raises(KilledError):
@@ -87,12 +87,12 @@ def test_what_a_damaged_commit_takes_back_has_all_be_told_again(
     lines = CommittedLines(trial)
 
     def dies(name: str) -> None:
-        if name == "train_step" and len(gang.trained) == 3:
+        if name == "train_step" and len(trainers.trained) == 3:
             raise KilledError
 
-    gang = Gang(at_call=dies)
+    trainers = Trainers(at_call=dies)
     with pytest.raises(KilledError):
-        run_master(plan, trial, gang, monkeypatch)
+        run_master(plan, trial, trainers, monkeypatch)
     log = TrialLog(trial.log_path)
     commits = log.read().lineage  # of the third step, too, if there was time before the death
     assert [line["step"] for line in lines.new()] == [one.commit.step for one in commits] and not lines.begins_anew
@@ -153,7 +153,7 @@ def test_trackers_have_what_metrics_jsonl_has_however_often_they_were_started(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, trial = planned_trial(tmp_path)
-    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, Trainers(), monkeypatch) == WorkerExit.DONE
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")  # which stays, with all runs
     for _ in range(2):
         assert f"{NUM_STEPS} lines of small-sft/t to {to}" in rl_track(trial.path, "--to", to)
@@ -163,7 +163,7 @@ def test_trackers_have_what_metrics_jsonl_has_however_often_they_were_started(
 
 def test_a_tracker_of_ones_own_is_given_all_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, trial = planned_trial(tmp_path)
-    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, Trainers(), monkeypatch) == WorkerExit.DONE
     lines = lines_of(trial.metrics_path)
     (trial.path / "own_tracker.py").write_text(OWN)
     rl_track(trial.path, "--to", "own_tracker:Lines", "--follow")
@@ -176,7 +176,7 @@ def test_prometheus_reads_the_newest_numbers_with_units_by_its_conventions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, trial = planned_trial(tmp_path)
-    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, Trainers(), monkeypatch) == WorkerExit.DONE
     lines = lines_of(trial.metrics_path)
     for unit in ("model_worker", "redis"):
         Journal(trial.journal_path).append("unit_restarting", attempt=0, unit=unit)

@@ -1,4 +1,4 @@
-"""What ranks of a gang have seen in `layout_scene`, beside what they should have seen; the same for every backend.
+"""What ranks of a trainer group have seen in `layout_scene`, beside what is right; the same for every backend.
 
 Part ── make_scene: start the ranks ──► Scene ──► assert_trained_alike, assert_goes_on_alike
 cases ── make_variants: the same ─────► VariantScene ──► assert_like_one_rank
@@ -17,7 +17,6 @@ import torch
 from corral.experiments.config.model import Recompute
 from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.files.stored_states import whole_state
-from tests.workers.backends.gang_helpers import DEADLINE_S, play
 from tests.workers.backends.layout_scene import (
     NUM_STEPS,
     SAVED_AFTER,
@@ -34,6 +33,7 @@ from tests.workers.backends.layout_scene import (
     save_tiny,
     train_variant,
 )
+from tests.workers.backends.trainer_helpers import DEADLINE_S, play
 from tests.workers.backends.training_helpers import read_weights
 from tests.workers.some_samples import some_of
 
@@ -80,7 +80,7 @@ def make_scene(
         make: the backend's engine.
         make_fsdp: that of layouts with `fsdp:` before them.
         plain: trains the model of a directory without either.
-        world_size: of the gang, of which a layout takes as many as it needs.
+        world_size: of the trainer group, of which a layout takes as many as it needs.
     """
     paths = [save(kind, directory / kind) for kind in part.models]
     out = directory / "out"

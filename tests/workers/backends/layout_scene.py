@@ -1,4 +1,4 @@
-"""One gang of four processes that trains tiny models in every layout, and the plain loop that they are compared with.
+"""Four processes that train tiny models in every layout, and the plain loop that they are compared with.
 
 play_layouts   rank by rank: train each model in each layout, save; then go on from what another layout has saved
 plain_loop     transformers, one sequence after the other, torch.optim.AdamW: nothing of corral's

@@ -41,8 +41,8 @@ from corral.workers.backends.chunked_head import (
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.test_fsdp import negative_logprobs, trainable_sample
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import (
     VOCAB_SIZE,
     LargestTensor,

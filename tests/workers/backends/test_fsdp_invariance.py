@@ -27,7 +27,7 @@ from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local, reshard
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.files.stored_states import whole_state
-from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import (
     make_sample,
     optimizer_config,

@@ -15,8 +15,8 @@ from corral.workers.backends.files.tensors import write_tensors
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import whole
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.test_memory_estimates import lm_loss
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import (
     LargestTensor,
     make_sample,

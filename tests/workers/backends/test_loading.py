@@ -28,8 +28,8 @@ from corral.workers.backends.fsdp.loading import load_model, load_over_ranks
 from corral.workers.backends.heads import HEADS
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import whole
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.test_fsdp import padded_logprobs, trainable_sample
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import (
     LargestTensor,
     load_reference,

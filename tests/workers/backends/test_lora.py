@@ -31,7 +31,7 @@ from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.files.stored_states import whole_state
-from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import (
     load_reference,
     make_sample,

@@ -1,7 +1,7 @@
 """The megatron backend trains like a plain loop over transformers, in every layout, and goes on where another stopped.
 
 Engines are made in processes of their own, in which the CPU stands in for a GPU; an object collective fails a rank of
-theirs (gang_helpers.py).
+theirs (trainer_helpers.py).
 """
 
 from pathlib import Path
@@ -21,7 +21,6 @@ from corral.workers.backends.base import LossOutput, TokenScores
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_checks import (
     MODES,
     Part,
@@ -36,6 +35,7 @@ from tests.workers.backends.layout_checks import (
 )
 from tests.workers.backends.layout_scene import VARIANTS, Variant, batch, make_engine, mesh_of, save_tiny
 from tests.workers.backends.megatron_scene import make_megatron
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import read_weights, value_loss
 
 FEW = Part(

@@ -44,7 +44,7 @@ from corral.workers.backends.lora import AdaptedLinear
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.backends.sharding import local, sum_gradients
-from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import make_sample, memory_changes, optimizer_config, value_loss
 
 TOKENS = 128

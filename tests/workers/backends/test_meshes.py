@@ -1,6 +1,6 @@
-"""Several models on the ranks of one gang: each computes in its own mesh as if nothing else was there.
+"""Several models on the ranks of one trainer group: each computes in its own mesh as if nothing else was there.
 
-One gang of four processes plays all scenes; the tests compare what it wrote with one rank in this process.
+One trainer group of four processes plays all scenes; the tests compare what it wrote with one rank in this process.
 """
 
 import json
@@ -16,7 +16,7 @@ from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
-from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import make_sample, optimizer_config, read_weights, save_tiny_model
 from tests.workers.some_samples import some_of
 

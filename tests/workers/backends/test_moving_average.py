@@ -13,8 +13,8 @@ from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from tests.workers.backends.files.stored_states import whole_state
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.test_fsdp import trainable_sample
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import read_weights, save_tiny_model
 
 LAYOUTS = ("fsdp:d2", "megatron:d2", "megatron:t2", "megatron:p2")

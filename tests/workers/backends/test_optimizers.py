@@ -22,8 +22,8 @@ from corral.workers.backends.fsdp.optimizers import orthogonalized
 from corral.workers.backends.micro_batches import MicroBatch
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.replay_scene import save_tiny_mixture
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import (
     load_reference,
     make_sample,

@@ -12,7 +12,7 @@ from corral.experiments.config.model import LoraConfig
 from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
-from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import optimizer_config, save_tiny_model
 
 SHAPE: dict[str, Any] = {

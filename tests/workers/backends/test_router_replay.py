@@ -18,7 +18,6 @@ from corral.workers.algorithms.base import compute_logprobs, response_mask
 from corral.workers.algorithms.ppo_actor import batch_stats
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.router_replay import install_router_replay, tell_routers
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.replay_scene import (
     GREEDY_PROMPTS,
     NUM_EXPERTS,
@@ -31,6 +30,7 @@ from tests.workers.backends.replay_scene import (
     save_tiny_mixture,
     train,
 )
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import read_weights, save_tiny_model
 from tests.workers.engine.tiny_models import generate_greedily
 from tests.workers.some_samples import some_of

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.torch_versions import new_group
 from tests.torch_names import LISTS, mistakes, names_in_use, read_list
-from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.trainer_helpers import play
 
 VERSIONS = ("2.11.0", "2.12.0", "2.13.0")
 

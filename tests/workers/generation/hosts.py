@@ -19,7 +19,7 @@ from corral.workers.generation.control import ControlClient, ControlServer
 from corral.workers.generation.server_client import Fingerprints, ServerError
 from corral.workers.generation.weight_updates import Staged, WeightUpdates
 from corral.workers.streams.https import open_session, serve
-from corral.workers.weight_transport.filling import Encode, Filling, FindWay, StagedVersion, whole
+from corral.workers.weight_transport.filling import Encode, Filling, FindSource, StagedVersion, whole
 from corral.workers.weight_transport.host_weights import HostWeights
 from corral.workers.weight_transport.staging import Peers, WeightStaging
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, DEADLINE_S, LOOPBACK
@@ -120,7 +120,7 @@ class Host:
         """What its server was given."""
         return content_of(Path(self.server.path))
 
-    def _encode(self, version: Filling) -> FindWay:
+    def _encode(self, version: Filling) -> FindSource:
         self.num_read += not self.transport.has_sources
         return self.encode(version)
 

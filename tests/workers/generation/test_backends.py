@@ -32,7 +32,7 @@ from corral.workers.generation.server_client import ServerError, SglangClient
 from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.generation.weight_updates import UpdateOrder, WeightsTornError
-from corral.workers.rollout.generation_client import GenerationClient, RouteFunction, Setback
+from corral.workers.rollout.generation_client import FailedTry, GenerationClient, RouteFunction
 from corral.workers.streams.https import open_session
 from corral.workers.weight_transport.staging import make_staging
 from tests.workers.backends.trained_versions import publish, stepped
@@ -525,9 +525,9 @@ def only_say_so(patch: pytest.MonkeyPatch, served: Served) -> None:
 def test_answers_whose_streams_go_silent_keep_their_tokens_and_go_on_by_newer_weights(
     served: Served, models: list[Path], references: list[Any]
 ) -> None:
-    told = list[Setback]()
+    told = list[FailedTry]()
 
-    async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+    async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
         if setback is not None:
             told.append(setback)
             order = UpdateOrder(version="0.1", weights=str(models[1]), digest=None, timeout_s=DEADLINE_S)
@@ -548,7 +548,7 @@ def test_answers_whose_streams_go_silent_keep_their_tokens_and_go_on_by_newer_we
 
 
 def test_answers_beyond_those_that_are_enough_are_left_out_and_given_up_by_the_server(served: Served) -> None:
-    async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+    async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
         return served.client.url
 
     answers = served.run(sample_group(route, num_answers=16, max_new_tokens=3000, enough=5))
@@ -565,9 +565,9 @@ def test_rollout_workers_get_whole_groups_over_an_update_in_the_middle_of_answer
         [problem] = check_backend_settings(EngineConfig(), WeightsConfig(update_mode=mode), backend="sglang")
         assert "set it to retract" in problem.hint
         return
-    tried = list[Setback | None]()
+    tried = list[FailedTry | None]()
 
-    async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+    async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
         tried.append(setback)
         return served.client.url
 
@@ -636,10 +636,10 @@ def test_a_server_that_is_told_to_end_gives_out_all_that_it_has_made(
     models = [save_tiny_model(tmp_path / f"v{seed}", seed=seed) for seed in range(2)]
     for path in (model / name for model in models for name in ("config.json", "generation_config.json")):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))  # answers of full length
-    setbacks, answers = list[Setback](), [PartialAnswer(max_new_tokens=3000, sampling_seed=seed) for seed in range(4)]
+    setbacks, answers = list[FailedTry](), [PartialAnswer(max_new_tokens=3000, sampling_seed=seed) for seed in range(4)]
     with serving(kind, models[0], tmp_path) as served, ThreadPoolExecutor(1) as pool:
 
-        async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+        async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
             if setback is None:
                 return served.client.url
             setbacks.append(setback)

@@ -21,7 +21,7 @@ from corral.workers.checkpoint.manifest import CorruptCheckpointError, Manifest,
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation import control
 from corral.workers.generation.server_client import ServerError
-from corral.workers.weight_transport.filling import Arrived, Filling, Held, Patience, whole
+from corral.workers.weight_transport.filling import Arrived, Filling, Held, StagingDeadline, whole
 from corral.workers.weight_transport.staging import PeerFiles, Peers, by_deltas
 from tests.strangers import asking, check_only_the_silent_are_closed
 from tests.workers.backends.trained_versions import publish, random_weights, stepped
@@ -168,14 +168,14 @@ def test_only_files_of_the_version_that_is_held_are_given_and_only_for_the_admin
         hosts.stage(giver, other, key=API_KEY)
 
 
-def fill(weights: Path, manifest: Manifest, into: Path, patience: Patience, peers: PeerFiles) -> Arrived:
+def fill(weights: Path, manifest: Manifest, into: Path, patience: StagingDeadline, peers: PeerFiles) -> Arrived:
     """A version on a host that holds none."""
     version = Filling(weights=weights, manifest=manifest, into=into, held=Held(()), on_progress=patience.check)
     return version.fill(whole, peers.ways)
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupted(Patience):
+class Interrupted(StagingDeadline):
     """Does something at the first piece that has come."""
 
     do: Callable[[], None]

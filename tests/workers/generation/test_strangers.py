@@ -17,7 +17,7 @@ from corral.workers.generation.control import ControlClient
 from corral.workers.generation.server_client import ServerError, call
 from corral.workers.generation.sglang import _bound_socket
 from corral.workers.streams.https import open_session
-from corral.workers.weight_transport.filling import Filling, Held, Patience, whole
+from corral.workers.weight_transport.filling import Filling, Held, StagingDeadline, whole
 from corral.workers.weight_transport.staging import PeerFiles, Peers
 from tests.strangers import Stranger
 from tests.workers.generation.servers import ADMIN_KEY, API_KEY, LOOPBACK
@@ -75,7 +75,7 @@ def test_a_stranger_in_place_of_another_host_is_told_no_key_and_gives_no_weights
     into.mkdir()
     digest = make_version(weights, seed=1, suffix=".bin")
     source = f"https://{LOOPBACK}:{stranger.port}"
-    patience = Patience.of("version 0.1", timeout_s=DEADLINE_S, given_up=threading.Event())
+    patience = StagingDeadline.of("version 0.1", timeout_s=DEADLINE_S, given_up=threading.Event())
     peers = PeerFiles(Peers(ADMIN_KEY, trust().client()), digest, [source], patience)
     manifest = read_manifest(weights, digest)
     version = Filling(weights=weights, manifest=manifest, into=into, held=Held(()), on_progress=patience.check)

@@ -24,7 +24,7 @@ from corral.workers.manager.gserver_manager import _NO_ROOM, GserverManager
 from corral.workers.manager.servers import Server, ServerState
 from corral.workers.requests.manager_messages import Finish, Report, Route, Schedule
 from corral.workers.streams.router import Peer
-from corral.workers.weight_transport.filling import Filling, FindWay, whole
+from corral.workers.weight_transport.filling import Filling, FindSource, whole
 from tests.launcher.trials import make_plan
 from tests.name_services import MemoryNameService
 from tests.workers.generation.hosts import Host, Hosts, running_hosts
@@ -156,7 +156,7 @@ def test_servers_answer_what_their_version_may_still_answer_while_the_next_one_i
     hosts = [trial.add_host() for _ in range(2)]
     may_go_on = threading.Event()
 
-    def slow(version: Filling) -> FindWay:
+    def slow(version: Filling) -> FindSource:
         assert may_go_on.wait(DEADLINE_S)
         return whole(version)
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.sample_source import buffered
-from corral.workers.master.trainer_gang import Arrivals
+from corral.workers.master.trainer_group import Arrivals
 from corral.workers.requests.client import RequestClient
-from corral.workers.requests.handler import Later, WorkerRequestStream
+from corral.workers.requests.handler import DeferredReply, WorkerRequestStream
 from corral.workers.requests.messages import (
     Fetch,
     MetadataReply,
@@ -31,14 +31,14 @@ class Rank:
         self.arrived: list[str] = []
         self.asked: list[Fetch] = []
 
-    def answer(self, request: NonBlockingRequest) -> ReplyPayload | Later:
+    def answer(self, request: NonBlockingRequest) -> ReplyPayload | DeferredReply:
         if not isinstance(request, Fetch):
             return OkReply()
         if not any(known is request for known in self.asked):  # else it is looked at again
             self.asked.append(request)
         taken, self.arrived = self.arrived, []
         reply = MetadataReply.of([SampleMetadata(uid=uid, keys=(), num_tokens=[]) for uid in taken])
-        return reply if taken else Later(request.wait_s, reply)
+        return reply if taken else DeferredReply(request.wait_s, reply)
 
     def receive(self, stream: WorkerRequestStream, *uids: str) -> None:
         self.arrived += uids

@@ -12,7 +12,7 @@ from corral.experiments.trial.journal import read_journal
 from corral.launcher.trial.view import TrialView
 from corral.workers.master import evaluations
 from corral.workers.requests.messages import Evaluate
-from tests.workers.master.trials import Gang, KilledError, run_master, trial_of
+from tests.workers.master.trials import KilledError, Trainers, run_master, trial_of
 
 VALUES = (0.1, 0.4, 0.8, 0.6, 0.8, 0.2)  # after so many steps
 
@@ -29,12 +29,12 @@ def best_trial(folder: Path, metric: str, *more: str) -> tuple[RunPlan, TrialDir
     )
 
 
-def gang_of_values() -> Gang:
+def trainers_of_values() -> Trainers:
     def evaluate(request: Evaluate) -> dict[str, float]:
-        return {"loss" if request.uids else "accuracy": VALUES[len(gang.trained)]}
+        return {"loss" if request.uids else "accuracy": VALUES[len(trainers.trained)]}
 
-    gang = Gang(evaluate=evaluate)
-    return gang
+    trainers = Trainers(evaluate=evaluate)
+    return trainers
 
 
 @pytest.mark.parametrize(("metric", "step"), [("accuracy", 2), ("loss", 0)])
@@ -42,7 +42,7 @@ def test_the_best_weights_stay_whatever_comes_after(
     metric: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, trial = best_trial(tmp_path, metric)
-    assert run_master(plan, trial, gang_of_values(), monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, trainers_of_values(), monkeypatch) == WorkerExit.DONE
     kept = BestVersion.read(trial.exports_path / "best")
     assert kept is not None and kept.version.endswith(f".{step}") and kept.value == VALUES[step]
     assert (trial.exports_path / "best" / "model.safetensors").exists()
@@ -64,9 +64,9 @@ def test_it_is_there_again_if_the_master_dies_between_taking_the_old_away_and_na
     with monkeypatch.context() as patched:
         patched.setattr(evaluations.Remover, "remove", removes_and_dies)
         with pytest.raises(KilledError):
-            run_master(plan, trial, gang_of_values(), monkeypatch)
+            run_master(plan, trial, trainers_of_values(), monkeypatch)
     assert not (trial.exports_path / "best").exists()
-    worse = Gang(evaluate=lambda request: {} if request.uids else {"accuracy": 0.3})
+    worse = Trainers(evaluate=lambda request: {} if request.uids else {"accuracy": 0.3})
     assert run_master(plan, trial, worse, monkeypatch) == WorkerExit.DONE
     kept = BestVersion.read(trial.exports_path / "best")
     assert kept is not None and kept.value == 0.8
@@ -76,7 +76,7 @@ def test_a_number_that_no_evaluation_has_is_an_alarm_that_names_those_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, trial = best_trial(tmp_path, "acuracy")
-    assert run_master(plan, trial, gang_of_values(), monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, trainers_of_values(), monkeypatch) == WorkerExit.DONE
     assert not (trial.exports_path / "best").exists()
     (finding,) = TrialView(read_journal(trial.journal_path), attempt=0).findings()
     assert finding.is_alarm and "'acuracy'" in finding.text

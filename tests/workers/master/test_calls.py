@@ -26,10 +26,10 @@ from corral.workers.requests.messages import (
     HeldOutReply,
     Inference,
     OkReply,
+    PiggybackedRequest,
     Reallocate,
     ReplyPayload,
     Request,
-    Rider,
     StatsReply,
     TrainReply,
     TrainStep,
@@ -58,14 +58,14 @@ class Ranks:
     """What the master makes of these answers."""
     happened: list[Any] = field(default_factory=list)
     gives: dict[int, Give] = field(default_factory=dict)
-    riders: dict[int, Rider] = field(default_factory=dict)
+    piggybacked: dict[int, PiggybackedRequest] = field(default_factory=dict)
     takes: dict[int, DataTransfer] = field(default_factory=dict)
 
     def host_by_rank(self) -> dict[int, str]:
         return dict.fromkeys(range(4), "here")
 
-    def attach(self, requests: Mapping[int, Rider]) -> None:
-        self.riders.update(requests)
+    def attach(self, requests: Mapping[int, PiggybackedRequest]) -> None:
+        self.piggybacked.update(requests)
 
     async def tell(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
         self.gives.update(cast(dict[int, Give], requests))
@@ -107,7 +107,7 @@ def run(
     called: ModelFunctionCall,
     ranks: Ranks | None = None,
     *,
-    is_last_go: bool = True,
+    is_last_slice: bool = True,
     owners: Sequence[int] = (0, 1, 0, 1),
 ) -> tuple[Ranks, SequenceBuffer]:
     """Let the master run one call on samples that lie on ranks 0 and 1, or on these."""
@@ -124,12 +124,12 @@ def run(
         ranks.evaluated = asyncio.run(calls.evaluate(called, UIDS, version=7))
     else:
         step = StepRunner(graph, calls, UIDS, version=7, publish=ranks.publish)
-        asyncio.run(step.run() if called.call_type is CallType.TRAIN_STEP else _go(calls, called, is_last_go))
+        asyncio.run(step.run() if called.call_type is CallType.TRAIN_STEP else _run_slice(calls, called, is_last_slice))
     return ranks, buffer
 
 
-async def _go(calls: MeshCalls, called: ModelFunctionCall, is_last_go: bool) -> None:
-    await calls.run_call(called, UIDS, version=7, is_last_go=is_last_go)
+async def _run_slice(calls: MeshCalls, called: ModelFunctionCall, is_last_slice: bool) -> None:
+    await calls.run_call(called, UIDS, version=7, is_last_slice=is_last_slice)
 
 
 def specification(called: ModelFunctionCall) -> MasterWorkerSpec:
@@ -217,7 +217,7 @@ def test_what_a_call_reads_goes_to_its_ranks_and_nothing_else(keys: tuple[str, .
 
 def test_a_rank_that_gives_and_is_asked_anyway_hears_of_both_in_one_message() -> None:
     asked_anyway, _ = run(call(model_name="critic"), owners=(3, 3, 0, 3))
-    assert asked_anyway.riders.keys() == {3} and asked_anyway.gives.keys() == {0}
+    assert asked_anyway.piggybacked.keys() == {3} and asked_anyway.gives.keys() == {0}
 
 
 @pytest.mark.parametrize("keys", [("ref_logprobs",), ("ref_logprobs", "values")])
@@ -265,7 +265,7 @@ def test_weights_that_are_not_final_go_nowhere() -> None:
 def test_a_model_is_moved_away_after_its_last_go_on_every_rank() -> None:
     offloading = call(post_hooks=({"type": "offload"},))
     assert moved_away(run(offloading)[0]) == {0: True, 1: True}
-    assert moved_away(run(offloading, is_last_go=False)[0]) == moved_away(run(call())[0]) == {0: False, 1: False}
+    assert moved_away(run(offloading, is_last_slice=False)[0]) == moved_away(run(call())[0]) == {0: False, 1: False}
 
 
 def moved_away(ranks: Ranks) -> dict[int, bool]:

@@ -13,7 +13,7 @@ from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.master.disk import LogWatch
-from tests.workers.master.trials import NUM_STEPS, Gang, KilledError, lines_of, run_master, step_by_uid, trial_of
+from tests.workers.master.trials import NUM_STEPS, KilledError, Trainers, lines_of, run_master, step_by_uid, trial_of
 
 
 class SlowDisk:
@@ -41,12 +41,12 @@ def test_steps_are_trained_while_a_commit_is_written_and_it_covers_none_of_them(
 
     def look(name: str) -> None:
         if name == "train_step" and disk.num_writing:
-            seen.append((len(gang.trained), len(TrialLog(trial.log_path).read().lineage)))
-        if name == "train_step" and len(gang.trained) == 3:  # the fourth step begins
+            seen.append((len(trainers.trained), len(TrialLog(trial.log_path).read().lineage)))
+        if name == "train_step" and len(trainers.trained) == 3:  # the fourth step begins
             disk.may_end.set()
 
-    gang = Gang(at_call=look, until_written=disk)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    trainers = Trainers(at_call=look, until_written=disk)
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
     assert (2, 0) in seen and (3, 0) in seen  # the third step, and the fourth, before the commit of the second
     commits = [logged.commit for logged in TrialLog(trial.log_path).read().lineage]
     assert [(commit.step, commit.trained) for commit in commits] == [(2, 16), (4, 16), (5, 8)]
@@ -60,9 +60,9 @@ def test_ranks_copy_for_a_commit_unless_they_are_told_to_write_first(
     beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, trial = trial_of(tmp_path, f"control.commit_beside_training={str(beside).lower()}")
-    gang = Gang()
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
-    assert gang.saves_with_copies == [beside] * NUM_STEPS
+    trainers = Trainers()
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
+    assert trainers.saves_with_copies == [beside] * NUM_STEPS
 
 
 def test_the_next_commit_waits_for_the_one_before_and_says_for_whom(
@@ -76,12 +76,12 @@ def test_the_next_commit_waits_for_the_one_before_and_says_for_whom(
     def note(presence: Presence, phase: str, **said: Any) -> None:
         enter(presence, phase, **said)
         if phase == "commit":
-            waits.append((phase, tuple(said["waits_for"]), len(gang.trained)))
+            waits.append((phase, tuple(said["waits_for"]), len(trainers.trained)))
             disk.may_end.set()
 
     monkeypatch.setattr(Presence, "enter", note)
-    gang = Gang(until_written=disk)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    trainers = Trainers(until_written=disk)
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
     assert waits[0] == ("commit", ("model_worker/0",), 2)
     assert disk.most_writing == 1
 
@@ -94,7 +94,7 @@ def test_a_stop_waits_for_what_is_being_written_and_for_its_own_commit(
     disk = SlowDisk()
 
     def look(name: str) -> None:
-        if name == "train_step" and len(gang.trained) == 2:
+        if name == "train_step" and len(trainers.trained) == 2:
             trial.write_stop_request(request)
 
     async def until_written() -> None:
@@ -103,7 +103,7 @@ def test_a_stop_waits_for_what_is_being_written_and_for_its_own_commit(
         await disk()
 
     monkeypatch.setattr(LogWatch, "check", lambda watch: watch._look())
-    gang = Gang(at_call=look, until_written=until_written)
+    trainers = Trainers(at_call=look, until_written=until_written)
     enter = Presence.enter
 
     def note(presence: Presence, phase: str, **said: Any) -> None:
@@ -112,7 +112,7 @@ def test_a_stop_waits_for_what_is_being_written_and_for_its_own_commit(
             disk.may_end.set()
 
     monkeypatch.setattr(Presence, "enter", note)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
     state = TrialLog(trial.log_path).read()
     assert state.is_stopped and [logged.commit.step for logged in state.lineage] == [2, 3]
     assert len(step_by_uid(trial)) == 24
@@ -133,7 +133,7 @@ def test_a_kill_while_a_commit_is_written_leaves_the_one_before_and_what_is_half
             half.extend(path.name for path in trial.checkpoints_path.iterdir() if "step-00000003" in path.name)
             raise KilledError(name)
 
-    lost, next_one = Gang(at_call=die, until_written=until_written), Gang()
+    lost, next_one = Trainers(at_call=die, until_written=until_written), Trainers()
     with pytest.raises(KilledError):
         run_master(plan, trial, lost, monkeypatch)
     assert len(half) == 1 and (trial.checkpoints_path / half[0]).exists()
@@ -151,10 +151,10 @@ def test_a_disk_that_is_full_for_a_while_costs_a_commit_and_no_step(
 ) -> None:
     plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
     fulls = iter([False, True, True])
-    gang = Gang(until_written=lambda: refuse(is_full=next(fulls, False)))
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    trainers = Trainers(until_written=lambda: refuse(is_full=next(fulls, False)))
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
     state = TrialLog(trial.log_path).read()
-    assert state.epoch == 1 and len(gang.trained) == NUM_STEPS
+    assert state.epoch == 1 and len(trainers.trained) == NUM_STEPS
     commits = [logged.commit for logged in state.lineage]
     assert [(commit.step, commit.trained) for commit in commits] == [(1, 8), (4, 24), (5, 8)]
     notices = [event for event in read_journal(trial.journal_path) if event["event"] == "train_notice"]
@@ -181,8 +181,8 @@ def test_a_trial_waits_for_room_on_a_disk_that_stays_full_and_ends_where_it_stay
 ) -> None:
     plan, trial = trial_of(tmp_path, "control.commit_every=1 step", "supervision.max_restarts=0")
     fulls = iter([False])
-    gang = Gang(until_written=lambda: refuse(is_full=next(fulls, True), number=number))
-    assert run_master(plan, trial, gang, monkeypatch) == exit_code
+    trainers = Trainers(until_written=lambda: refuse(is_full=next(fulls, True), number=number))
+    assert run_master(plan, trial, trainers, monkeypatch) == exit_code
     assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage] == [1]
     assert f"as 3 in a row could not: model_worker/0: [Errno {number}] No space left on device" in caplog.text
 

@@ -13,14 +13,14 @@ from corral.scheduling.dataflow import DataflowGraph, build_dataflow
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.workers.data.held_out import added, sums_of, unjudged_text
 from corral.workers.data.prompts import is_held_out, split_uid
-from corral.workers.master.evaluations import evaluate_by_call, merge_goes
+from corral.workers.master.evaluations import evaluate_by_call, merge_slices
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer
 from corral.workers.requests.messages import StatsReply
 
 
 @given(st.lists(st.lists(st.floats(0.0, 5.0), max_size=5), min_size=1, max_size=6))
 def test_means_over_goes_are_means_over_all_rows(losses: list[list[float]]) -> None:
-    goes = [
+    slices = [
         ({"loss": mean, "perplexity": math.exp(mean), "count": float(len(go))}, 1)
         for go in losses
         for mean in [sum(go) / max(len(go), 1)]
@@ -28,11 +28,11 @@ def test_means_over_goes_are_means_over_all_rows(losses: list[list[float]]) -> N
     everything = [loss for go in losses for loss in go]
     mean = sum(everything) / max(len(everything), 1)
     expected = {"loss": mean, "perplexity": math.exp(mean), "count": float(len(everything))}
-    assert merge_goes(goes) == pytest.approx(expected)
+    assert merge_slices(slices) == pytest.approx(expected)
 
 
 def test_statistics_without_a_count_are_weighed_by_rows() -> None:
-    assert merge_goes([({"score": 1.0}, 3), ({"score": 5.0}, 1)]) == {"score": 2.0, "count": 4.0}
+    assert merge_slices([({"score": 1.0}, 3), ({"score": 5.0}, 1)]) == {"score": 2.0, "count": 4.0}
 
 
 class Ranks:
@@ -55,12 +55,14 @@ class Ranks:
     def clear(self, uids_by_rank: Mapping[int, Sequence[str]]) -> None:
         self.held.difference_update(uids_by_rank.get(0, ()))
 
-    async def run_call(self, call: ModelFunctionCall, uids: Sequence[str], *, is_last_go: bool, version: int) -> None:
+    async def run_call(
+        self, call: ModelFunctionCall, uids: Sequence[str], *, is_last_slice: bool, version: int
+    ) -> None:
         assert version == 7 and self.held.issuperset(uids) and all(map(is_held_out, uids))
-        self.asked.append((call.name + ("" if is_last_go else "..."), [split_uid(uid)[1] for uid in uids]))
+        self.asked.append((call.name + ("" if is_last_slice else "..."), [split_uid(uid)[1] for uid in uids]))
 
     async def evaluate(self, call: ModelFunctionCall, uids: Sequence[str], *, version: int) -> StatsReply:
-        await self.run_call(call, uids, is_last_go=True, version=version)
+        await self.run_call(call, uids, is_last_slice=True, version=version)
         return StatsReply(stats={"loss": float(len(uids))})
 
 

@@ -11,7 +11,7 @@ from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.workers.lifecycle.worker import BadConfigurationError
 from corral.workers.master.epoch import check_reallocations
 from corral.workers.requests.messages import LoadedModel
-from tests.workers.master.trials import SHAPE, Gang, run_master, trial_of
+from tests.workers.master.trials import SHAPE, Trainers, run_master, trial_of
 
 
 def graph_of(*hooks: dict[str, object]) -> DataflowGraph:
@@ -33,7 +33,7 @@ def test_models_that_give_each_other_weights_must_be_alike() -> None:
 
 def test_the_journal_says_what_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, trial = trial_of(tmp_path)
-    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, Trainers(), monkeypatch) == WorkerExit.DONE
     events = [json.loads(line) for line in trial.journal_path.read_text().splitlines()]
     (loaded,) = (event for event in events if event["event"] == "models_loaded")
     assert loaded["models"]["actor/0"]["num_parameters"] == SHAPE.num_parameters

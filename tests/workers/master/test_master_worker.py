@@ -24,9 +24,9 @@ from corral.workers.checkpoint.ledger import LEDGER_NAME
 from corral.workers.lifecycle.worker import CannotContinueError, Worker, run_to_exit_code
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
-from corral.workers.master.trainer_gang import GangLostError, TrainerGang
+from corral.workers.master.trainer_group import TrainerGroup, TrainerGroupLostError
 from corral.workers.streams.errors import StaleEpochError
-from tests.workers.master.trials import Gang, KilledError, run_master, trial_of
+from tests.workers.master.trials import KilledError, Trainers, run_master, trial_of
 
 
 class Presence:
@@ -111,20 +111,20 @@ def test_a_damaged_log_that_one_of_several_tasks_meets_is_not_tried_again(master
     assert run_to_exit_code(Follower, master.context) == WorkerExit.CANNOT_CONTINUE
 
 
-class UnreachableGang:
+class UnreachableTrainers:
     """Model workers that live, so nobody counts their deaths, and never answer."""
 
     def __init__(self, *arguments: object, epoch: int) -> None:
         assert epoch < 100, "epochs without a commit follow each other for ever"
 
     async def __aenter__(self) -> NoReturn:
-        raise GangLostError("model_worker/0 did not connect")
+        raise TrainerGroupLostError("model_worker/0 did not connect")
 
     async def __aexit__(self, *error: object) -> None: ...
 
 
 def test_epochs_that_end_without_a_commit_are_counted(master: MasterWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master_worker, "TrainerGang", UnreachableGang)
+    monkeypatch.setattr(master_worker, "TrainerGroup", UnreachableTrainers)
     monkeypatch.setattr(master_worker, "may_resume", lambda *arguments: False)
     with pytest.raises(CannotContinueError, match=r"^4 epochs in a row .*max_restarts = 3; .*model_worker/0 did not"):
         asyncio.run(master._main())
@@ -134,17 +134,17 @@ def test_epochs_that_end_without_a_commit_are_counted(master: MasterWorker, monk
 def test_a_commit_gives_the_epochs_their_whole_budget_back(
     master: MasterWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Gang(UnreachableGang):
+    class Trainers(UnreachableTrainers):
         async def __aenter__(self) -> Any:
             return None
 
-    async def run_epoch(writer: Any, gang: Any) -> NoReturn:
+    async def run_epoch(writer: Any, trainers: Any) -> NoReturn:
         if writer.epoch == 3:
             texts = dict.fromkeys(["directory", "manifest_digest", "ledger_file", "ledger_digest"], "x")
             writer.commit(step=1, trained=0, dropped=0, **texts)
-        raise GangLostError("model_worker/0 died")
+        raise TrainerGroupLostError("model_worker/0 died")
 
-    monkeypatch.setattr(master_worker, "TrainerGang", Gang)
+    monkeypatch.setattr(master_worker, "TrainerGroup", Trainers)
     monkeypatch.setattr(master_worker, "may_resume", lambda *arguments: False)
     monkeypatch.setattr(master, "_run_epoch", run_epoch)
     with pytest.raises(CannotContinueError, match="^4 epochs in a row"):
@@ -166,7 +166,7 @@ def test_each_piece_of_a_checkpoint_that_is_verified_is_progress(
     assert (presence.beats, presence.deadlines) == (5, [7.0])
 
 
-class ListeningGang(Gang):
+class ListeningTrainers(Trainers):
     """Knows the event loop that its requests and heartbeats go through."""
 
     loop: asyncio.AbstractEventLoop
@@ -184,20 +184,20 @@ def test_the_master_answers_while_a_commit_is_verified(tmp_path: Path, monkeypat
             raise KilledError(name)
 
     with pytest.raises(KilledError):
-        run_master(plan, trial, Gang(at_call=die_after_a_commit), monkeypatch)
+        run_master(plan, trial, Trainers(at_call=die_after_a_commit), monkeypatch)
     *_, committed = (logged.commit for logged in TrialLog(trial.log_path).read().lineage)
 
-    gang, hashed, real = ListeningGang(), set[str](), manifest._digest
+    trainers, hashed, real = ListeningTrainers(), set[str](), manifest._digest
 
     def hash_once_answered(file: Any, on_progress: Callable[[], None]) -> str:
         answered = threading.Event()
-        gang.loop.call_soon_threadsafe(answered.set)
+        trainers.loop.call_soon_threadsafe(answered.set)
         assert answered.wait(30.0), f"the event loop waits for the hash of {file.name}"
         hashed.add(os.path.relpath(file.name, trial.path))
         return real(file, on_progress)
 
     monkeypatch.setattr(manifest, "_digest", hash_once_answered)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
     verified = {name for name in hashed if name.startswith(f"{committed.directory}/")}
     assert f"{committed.directory}/{LEDGER_NAME}" in verified
 
@@ -211,7 +211,7 @@ def test_loading_a_model_takes_as_long_as_its_ranks_make_progress(
         deadlines.append(deadline_s)
         return {}
 
-    gang = TrainerGang(master.context, master._spec, epoch=1)
-    monkeypatch.setattr(gang, "_post", note)
-    asyncio.run(gang.initialize(step=0, weights={"actor": Path("weights")}, states={}))
+    trainers = TrainerGroup(master.context, master._spec, epoch=1)
+    monkeypatch.setattr(trainers, "_post", note)
+    asyncio.run(trainers.initialize(step=0, weights={"actor": Path("weights")}, states={}))
     assert deadlines == [math.inf]

@@ -20,7 +20,7 @@ from corral.workers.checkpoint.published_weights import Refusal
 from corral.workers.lifecycle.worker import CannotContinueError
 from corral.workers.master.weights import PublishedVersions
 from tests.name_services import MemoryNameService
-from tests.workers.master.trials import NUM_STEPS, UUID, Gang, run_master, step_by_uid, trial_of
+from tests.workers.master.trials import NUM_STEPS, UUID, Trainers, run_master, step_by_uid, trial_of
 from tests.workers.weight_transport.versions import flip_a_byte
 
 
@@ -29,21 +29,21 @@ def notices(trial: TrialDirectory, topic: str) -> list[tuple[bool, str]]:
     return [(one["is_alarm"], one["text"]) for one in events if one.get("topic") == topic]
 
 
-def check_log(trial: TrialDirectory, gang: Gang, *, steps: list[int]) -> None:
+def check_log(trial: TrialDirectory, trainers: Trainers, *, steps: list[int]) -> None:
     """These steps were committed, every sample once, and what is left of the commits is whole."""
     commits = [logged.commit for logged in TrialLog(trial.log_path).read().lineage]
     assert [commit.step for commit in commits] == steps
-    assert step_by_uid(trial) == {uid: step for step, uids in enumerate(gang.trained, 1) for uid in uids}
+    assert step_by_uid(trial) == {uid: step for step, uids in enumerate(trainers.trained, 1) for uid in uids}
     for commit in commits[-2:]:
         verify_checkpoint(trial, commit)
 
 
-def refuse(gang: Gang) -> None:
+def refuse(trainers: Trainers) -> None:
     """As the manager does when a server has refused what is published now."""
-    now = gang.published_weights()
+    now = trainers.published_weights()
     refusal = Refusal(weights=now.weights, server="generation_server/0", reason="it is flipped", is_served=False)
     text = msgspec.json.encode({"refused": refusal}).decode()
-    gang.context.names.add(gang.context.keys.weights_in_use(), text)
+    trainers.context.names.add(trainers.context.keys.weights_in_use(), text)
 
 
 def test_a_version_that_servers_refuse_is_published_again_and_committed_again(
@@ -53,20 +53,20 @@ def test_a_version_that_servers_refuse_is_published_again_and_committed_again(
     published: list[str] = []
 
     def act(name: str) -> None:
-        if name == "clear" and len(gang.trained) == 2:  # step 2 is published, and its commit begun
-            flip_a_byte(gang.published_weights().directory / "model.safetensors")
-            refuse(gang)
+        if name == "clear" and len(trainers.trained) == 2:  # step 2 is published, and its commit begun
+            flip_a_byte(trainers.published_weights().directory / "model.safetensors")
+            refuse(trainers)
         if name == "load_rows":
-            published.append(gang.published_weights().directory.name)
+            published.append(trainers.published_weights().directory.name)
 
-    gang = Gang(at_call=act)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    trainers = Trainers(at_call=act)
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
     assert published[1:4] == ["v00000001-e1", "v00000002-e1-copy1", "v00000003-e1"]
     assert notices(trial, "published weights") == [
         (True, "version 1.2 was damaged after it was written, and is published again, 1 of 3 times"),
         (False, "version 1.3 is published"),
     ]
-    check_log(trial, gang, steps=[1, 2, *range(2, NUM_STEPS + 1)])  # what had the damaged files is committed again
+    check_log(trial, trainers, steps=[1, 2, *range(2, NUM_STEPS + 1)])  # what had the damaged files is committed again
     assert not list(trial.weights_path.glob("v00000002*"))  # what is old goes, under each of its names
 
 

@@ -60,9 +60,9 @@ class Calls:
         return RANKS[call.role]
 
     async def run_call(
-        self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_go: bool
+        self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_slice: bool
     ) -> tuple[TrainReply | None, Mapping[str, str]]:
-        self.started.append((call.name, tuple(uids), is_last_go))
+        self.started.append((call.name, tuple(uids), is_last_slice))
         self._ends[call.name] = asyncio.get_running_loop().create_future()
         await self._ends[call.name]
         is_train = call.call_type == "train_step"
@@ -245,5 +245,5 @@ def test_what_follows_a_call_follows_it_also_if_the_samples_of_its_last_go_were_
 
     calls = asyncio.run(scenario())
     assert calls.num_published == num_published
-    goes = [("".join(uids), is_last) for name, uids, is_last in calls.started if name == "critic_call"]
-    assert goes == [("ab", False), ("", True)]
+    slices = [("".join(uids), is_last) for name, uids, is_last in calls.started if name == "critic_call"]
+    assert slices == [("ab", False), ("", True)]

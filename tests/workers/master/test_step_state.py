@@ -31,23 +31,27 @@ def test_a_call_waits_for_its_own_keys_and_takes_as_many_as_it_says() -> None:
         call("reader", role="critic", n_seqs=3, input_keys=("ref",), output_keys=("read",)),
     )
     state = StepState(graph, BATCH)
-    assert (state.next_go("ref_inf"), state.next_go("reader"), state.waits_for("reader")) == (
+    assert (state.next_slice("ref_inf"), state.next_slice("reader"), state.waits_for("reader")) == (
         ["a", "b"],
         None,
         ["ref_inf"],
     )
-    state.finish_go("ref_inf", ["a", "b"])
-    assert (state.next_go("ref_inf"), state.next_go("reader")) == (["c", "d"], None)
-    state.finish_go("ref_inf", ["c", "d"])
-    assert (state.is_over("ref_inf"), state.next_go("ref_inf"), state.next_go("reader")) == (
+    state.finish_slice("ref_inf", ["a", "b"])
+    assert (state.next_slice("ref_inf"), state.next_slice("reader")) == (["c", "d"], None)
+    state.finish_slice("ref_inf", ["c", "d"])
+    assert (state.is_over("ref_inf"), state.next_slice("ref_inf"), state.next_slice("reader")) == (
         True,
         None,
         ["a", "b", "c"],
     )
-    assert not state.is_last_go("reader", ["a", "b", "c"])
-    state.finish_go("reader", ["a", "b", "c"])
-    assert (state.next_go("reader"), state.is_last_go("reader", ["d"]), state.is_over("reader")) == (["d"], True, False)
-    state.finish_go("reader", ["d"])
+    assert not state.is_last_slice("reader", ["a", "b", "c"])
+    state.finish_slice("reader", ["a", "b", "c"])
+    assert (state.next_slice("reader"), state.is_last_slice("reader", ["d"]), state.is_over("reader")) == (
+        ["d"],
+        True,
+        False,
+    )
+    state.finish_slice("reader", ["d"])
     assert state.is_over("reader")
 
 
@@ -59,13 +63,13 @@ def test_a_train_step_begins_when_all_calls_on_its_model_have_seen_the_weights_b
         call("critic_train", "train_step", role="critic", n_seqs=2, input_keys=("proximal",)),
     )
     state = StepState(graph, BATCH)
-    state.finish_go("actor_inf", ["a", "b"])
-    assert state.next_go("critic_train") == ["a", "b"]
-    assert (state.next_go("actor_train"), state.waits_for("actor_train")) == (None, ["actor_inf", "probe"])
-    state.finish_go("actor_inf", ["c", "d"])
+    state.finish_slice("actor_inf", ["a", "b"])
+    assert state.next_slice("critic_train") == ["a", "b"]
+    assert (state.next_slice("actor_train"), state.waits_for("actor_train")) == (None, ["actor_inf", "probe"])
+    state.finish_slice("actor_inf", ["c", "d"])
     assert state.waits_for("actor_train") == ["probe"]
-    state.finish_go("probe", BATCH)
-    assert state.next_go("actor_train") == ["a", "b"]
+    state.finish_slice("probe", BATCH)
+    assert state.next_slice("actor_train") == ["a", "b"]
 
 
 @st.composite
@@ -97,12 +101,12 @@ def test_in_whatever_order_calls_end_each_takes_each_sample_once_after_its_produ
     taken: dict[str, list[str]] = {call.name: [] for call in graph.calls}
     while not all(state.is_over(call_.name) for call_ in graph.calls):
         for call_ in graph.calls:
-            if call_.name not in running and (uids := state.next_go(call_.name)) is not None:
+            if call_.name not in running and (uids := state.next_slice(call_.name)) is not None:
                 for producer in graph.predecessors(call_.name):
                     assert set(uids) <= set(taken[producer])
                 running[call_.name] = uids
         assert running, "some call can always go on"
         name = random.choice(sorted(running))
-        state.finish_go(name, running[name])
+        state.finish_slice(name, running[name])
         taken[name] += running.pop(name)
     assert all(sorted(uids) == sorted(batch) for uids in taken.values())

@@ -23,14 +23,14 @@ from corral.workers.master import step as master_step
 from corral.workers.master.epoch import standing_alarms
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.sample_source import BufferedSample
-from corral.workers.master.trainer_gang import GangLostError
+from corral.workers.master.trainer_group import TrainerGroupLostError
 from corral.workers.requests.messages import TrainNotice, TrainReply
 from tests.workers.master.trials import (
     FINE,
     NUM_STEPS,
     SKIPPED,
-    Gang,
     KilledError,
+    Trainers,
     lines_of,
     run_master,
     step_by_uid,
@@ -48,13 +48,13 @@ def test_samples_of_a_step_that_was_skipped_are_trained_on_later(
 ) -> None:
     plan, trial = trial_of(tmp_path)
     replies = iter([FINE, SKIPPED])
-    gang = Gang(train=lambda step: next(replies, FINE))
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
-    skipped = gang.trained[1]
-    assert gang.trained[-1] == skipped  # after all others: at once, it would be skipped again
-    assert len(gang.trained) == NUM_STEPS + 1
+    trainers = Trainers(train=lambda step: next(replies, FINE))
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
+    skipped = trainers.trained[1]
+    assert trainers.trained[-1] == skipped  # after all others: at once, it would be skipped again
+    assert len(trainers.trained) == NUM_STEPS + 1
     assert step_by_uid(trial) == {
-        uid: step for step, uids in enumerate(gang.trained[:1] + gang.trained[2:], 1) for uid in uids
+        uid: step for step, uids in enumerate(trainers.trained[:1] + trainers.trained[2:], 1) for uid in uids
     }
     steps = [(line["step"], line["train/skipped_nonfinite"]) for line in lines_of(trial.metrics_path)]
     assert steps == [(1, 0.0), (2, 1.0), *((step, 0.0) for step in range(3, NUM_STEPS + 1))]
@@ -66,18 +66,18 @@ def test_a_loss_that_stays_not_finite_takes_training_back_and_then_fails_it(
 ) -> None:
     monkeypatch.setattr(master_step, "MAX_NONFINITE_STEPS", 2)
     plan, trial = trial_of(tmp_path, f"control.commit_every={commit_every_steps} steps")
-    gang = Gang(train=lambda step: FINE if step <= 2 else SKIPPED)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.NOT_FINITE
+    trainers = Trainers(train=lambda step: FINE if step <= 2 else SKIPPED)
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.NOT_FINITE
     state = TrialLog(trial.log_path).read()
     assert not state.is_done and state.epoch == 2  # taken back once
     if commit_every_steps == 1:
-        assert len(gang.trained) == 2 + 2 + 2
-        assert {path.parent.name for path in gang.loaded[1:]} == {Path(state.lineage[-1].commit.directory).name}
+        assert len(trainers.trained) == 2 + 2 + 2
+        assert {path.parent.name for path in trainers.loaded[1:]} == {Path(state.lineage[-1].commit.directory).name}
         assert sorted(step_by_uid(trial).values()) == [1] * 8 + [2] * 8
         assert sorted(path.name for path in trial.weights_path.iterdir()) == ["v00000001-e1", "v00000002-e1"]
     else:
-        assert len(gang.trained) == 2 * (2 + 2) and state.lineage == ()
-        assert gang.loaded[0] == gang.loaded[1]
+        assert len(trainers.trained) == 2 * (2 + 2) and state.lineage == ()
+        assert trainers.loaded[0] == trainers.loaded[1]
     assert not trial.exports_path.exists()
 
 
@@ -87,7 +87,7 @@ def test_training_that_goes_on_from_the_last_commit_may_go_back_again(
     monkeypatch.setattr(master_step, "MAX_NONFINITE_STEPS", 1)
     plan, trial = trial_of(tmp_path)
     replies = iter([FINE, SKIPPED, FINE, SKIPPED])
-    assert run_master(plan, trial, Gang(train=lambda step: next(replies, FINE)), monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, Trainers(train=lambda step: next(replies, FINE)), monkeypatch) == WorkerExit.DONE
     assert TrialLog(trial.log_path).read().epoch == 3
     assert len(step_by_uid(trial)) == 8 * NUM_STEPS
 
@@ -96,9 +96,9 @@ def test_weights_that_are_not_finite_are_neither_committed_nor_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, trial = trial_of(tmp_path)
-    gang = Gang(train=lambda step: DAMAGED)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.NOT_FINITE
-    assert len(gang.trained) == 2
+    trainers = Trainers(train=lambda step: DAMAGED)
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.NOT_FINITE
+    assert len(trainers.trained) == 2
     assert TrialLog(trial.log_path).read().lineage == () and not list(trial.weights_path.iterdir())
 
 
@@ -112,7 +112,7 @@ def test_what_a_train_step_finds_out_is_logged_and_recorded_once(
     notice = TrainNotice(topic="t", is_alarm=True, text="they differ", details="by 2", causes=["rounding", "none"])
     found = msgspec.structs.replace(FINE, notices=[notice])
     with caplog.at_level(logging.INFO):
-        run_master(plan, trial, Gang(train=lambda step: found if step == 2 else FINE), monkeypatch)
+        run_master(plan, trial, Trainers(train=lambda step: found if step == 2 else FINE), monkeypatch)
     told = [record for record in caplog.records if "they differ" in record.message]
     assert [(one.levelname, one.message) for one in told] == [("WARNING", "they differ; by 2; rounding; none")]
     view = TrialView(read_journal(trial.journal_path), attempt=0)
@@ -126,7 +126,7 @@ def test_a_trial_of_which_all_prompts_are_dropped_fails_and_says_why(
 ) -> None:
     plan, trial = trial_of(tmp_path)
 
-    class AllDropped(Gang):
+    class AllDropped(Trainers):
         async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
             samples = await super().load_rows(uids)
             return [msgspec.structs.replace(sample, dropped_because="bad_row: it has no answer") for sample in samples]
@@ -156,7 +156,7 @@ def test_an_alarm_about_dropped_prompts_stands_until_a_step_is_trained(
         return source
 
     monkeypatch.setattr(MasterWorker, "_source", make)
-    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, Trainers(), monkeypatch) == WorkerExit.DONE
     assert standing[:3] == [set(), {"dropped prompts"}, set()]
     told = [event["text"] for event in read_journal(trial.journal_path) if event["event"] == "train_notice"]
     assert "40 prompts dropped since the last train step, filtered: the rewards of all 8 answers are 0" in told
@@ -175,7 +175,7 @@ def test_held_out_answers_that_training_ranks_cannot_judge_are_an_alarm_until_al
     cause = "reward_error: KeyError: 'x' (my_reward.py:3)"
     failed = f"1 of 1 held-out problems have no reward: {cause}"
     failures, found = iter([{"": cause}, {"": cause}, {}, {}]), list[tuple[bool, str]]()
-    assert run_master(plan, trial, Gang(failures=lambda: next(failures)), monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, Trainers(failures=lambda: next(failures)), monkeypatch) == WorkerExit.DONE
     for event in read_journal(trial.journal_path):
         if event["event"] == "train_notice":
             assert event["topic"] == "held-out problems without reward"
@@ -210,28 +210,28 @@ def test_a_stop_request_ends_the_wait_for_a_batch(tmp_path: Path, monkeypatch: p
     request = StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=60.0)
     source = NeverReady(at_poll=lambda _: trial.write_stop_request(request))
     monkeypatch.setattr(MasterWorker, "_source", lambda *_: source)
-    assert run_master(plan, trial, Gang(), monkeypatch) == WorkerExit.DONE
+    assert run_master(plan, trial, Trainers(), monkeypatch) == WorkerExit.DONE
     assert TrialLog(trial.log_path).read().is_stopped
     assert source.num_polls == 1  # it looked again only when something had happened
 
 
 def test_an_arrival_and_a_death_end_the_wait_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, trial = trial_of(tmp_path, "supervision.max_restarts=0")
-    gang = Gang()
+    trainers = Trainers()
 
     def look(number: int) -> None:
         if number == 1:
-            asyncio.get_running_loop().call_soon(gang.news.set)  # while it waits
+            asyncio.get_running_loop().call_soon(trainers.news.set)  # while it waits
         else:
-            monkeypatch.setattr(gang, "check_alive", lost)
-            asyncio.get_running_loop().call_soon(gang.news.set)
+            monkeypatch.setattr(trainers, "check_alive", lost)
+            asyncio.get_running_loop().call_soon(trainers.news.set)
 
     def lost() -> None:
-        raise GangLostError("model_worker/0 died")
+        raise TrainerGroupLostError("model_worker/0 died")
 
     source = NeverReady(look)
     monkeypatch.setattr(MasterWorker, "_source", lambda *_: source)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.CANNOT_CONTINUE
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.CANNOT_CONTINUE
     assert source.num_polls == 2
 
 
@@ -246,10 +246,10 @@ def test_weights_are_published_before_the_commit_that_covers_them(
 
     def look(name: str) -> None:
         if name == "begin_save":
-            seen.append((gang.published(), len(TrialLog(trial.log_path).read().lineage)))
+            seen.append((trainers.published(), len(TrialLog(trial.log_path).read().lineage)))
 
-    gang = Gang(at_call=look)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    trainers = Trainers(at_call=look)
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
     assert seen == [(f"1.{step}", step - 1) for step in range(1, NUM_STEPS + 1)]
 
 
@@ -262,7 +262,7 @@ def test_what_is_published_and_lost_before_its_commit_gets_another_version(
         if name == "begin_save" and lost.published() == "1.3":
             raise KilledError(name)
 
-    lost, next_one = Gang(at_call=die), Gang()
+    lost, next_one = Trainers(at_call=die), Trainers()
     with pytest.raises(KilledError):
         run_master(plan, trial, lost, monkeypatch)
     versions: list[str] = []
@@ -281,8 +281,8 @@ def test_the_digest_of_their_manifest_is_published_with_the_weights(
     seen: list[tuple[str, str, str | None]] = []
 
     def look(name: str) -> None:
-        if name == "train_step" and len(gang.trained) < NUM_STEPS:
-            published = gang.published_weights()
+        if name == "train_step" and len(trainers.trained) < NUM_STEPS:
+            published = trainers.published_weights()
             manifest = published.directory / "manifest.json"
             if manifest.exists():
                 digest = blake3(manifest.read_bytes()).hexdigest()
@@ -293,11 +293,11 @@ def test_the_digest_of_their_manifest_is_published_with_the_weights(
         if name == "begin_save" and len(seen) == 3:
             raise KilledError(name)  # the commit before is settled
 
-    gang = Gang(at_call=look)
+    trainers = Trainers(at_call=look)
     with pytest.raises(KilledError):
-        run_master(plan, trial, gang, monkeypatch)
-    gang = Gang(at_call=look)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+        run_master(plan, trial, trainers, monkeypatch)
+    trainers = Trainers(at_call=look)
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
     assert [version for version, _, _ in seen] == ["0.0", "1.1", "1.2", "1.2", "2.3", "2.4"]
     assert seen[3][1].startswith("step-") and seen[3][2] == seen[2][2]  # a commit's second name of the same manifest
 
@@ -317,7 +317,7 @@ def test_deltas_lead_from_what_the_weights_were_trained_from_and_never_from_an_o
         if name == "begin_save" and len(lost.trained) == 4:
             raise KilledError
 
-    lost, next_one = Gang(at_call=die), Gang()
+    lost, next_one = Trainers(at_call=die), Trainers()
     with pytest.raises(KilledError):
         run_master(plan, trial, lost, monkeypatch)
     assert "v00000003-e1" in {path.name for path in trial.weights_path.iterdir()}
@@ -348,22 +348,22 @@ def test_what_no_directory_has_is_written_as_version_0_by_each_epoch_until_somet
     plan = plan.model_copy(update={"workers": workers})
     starts: list[tuple[str, str]] = []
     for dies_after in (0, 0, 1, NUM_STEPS):
-        gang = Gang()
+        trainers = Trainers()
 
-        def look(name: str, gang: Gang = gang, dies_after: int = dies_after) -> None:
-            if name == "train_step" and not gang.trained:
-                now = gang.published_weights()
+        def look(name: str, trainers: Trainers = trainers, dies_after: int = dies_after) -> None:
+            if name == "train_step" and not trainers.trained:
+                now = trainers.published_weights()
                 starts.append((now.version, now.directory.relative_to(trial.path).as_posix().partition("-e")[0]))
                 assert now.digest == blake3((now.directory / "manifest.json").read_bytes()).hexdigest()
-            if name == "begin_save" and len(gang.trained) == dies_after + 1:
+            if name == "begin_save" and len(trainers.trained) == dies_after + 1:
                 raise KilledError(name)  # the commit before is settled
 
-        gang.at_call = look
+        trainers.at_call = look
         if dies_after < NUM_STEPS:
             with pytest.raises(KilledError):
-                run_master(plan, trial, gang, monkeypatch)
+                run_master(plan, trial, trainers, monkeypatch)
         else:
-            assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+            assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
     first = ("0.0", "weights/v00000000")
     assert starts == [first, first, first, ("3.1", "checkpoints/step-00000001")]
 
@@ -375,9 +375,9 @@ def test_a_master_that_was_replaced_publishes_nothing(tmp_path: Path, monkeypatc
         if name == "save_weights":
             TrialLog(trial.log_path).claim("its successor")
 
-    gang = Gang(at_call=replace)
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.SUPERSEDED
-    assert gang.published() == "0.0"
+    trainers = Trainers(at_call=replace)
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.SUPERSEDED
+    assert trainers.published() == "0.0"
     assert not list(trial.weights_path.glob("*/manifest.json"))
 
 
@@ -396,7 +396,7 @@ def test_every_trained_step_and_sample_has_one_line_wherever_the_master_dies(
         "evaluation.dataset.max_prompt_tokens=16",
         "evaluation.sampling.max_new_tokens=8",
     )
-    starts = _run_with_deaths(lambda gang: run_master(plan, trial, gang, monkeypatch))
+    starts = _run_with_deaths(lambda trainers: run_master(plan, trial, trainers, monkeypatch))
     assert starts > 10
     metrics = lines_of(trial.metrics_path)
     trained = [line["step"] for line in metrics if "time/train_s" in line]
@@ -421,21 +421,23 @@ def test_commits_exports_and_evaluations_follow_passes_if_they_are_told_to(
         f"evaluation.dataset.path={tmp_path / 'heldout.jsonl'}",
         "evaluation.dataset.max_prompt_tokens=16",
     )
-    gang = Gang(evaluate=lambda request: {"loss": float(len(request.uids))} if request.uids else {"accuracy": 0.25})
-    assert run_master(plan, trial, gang, monkeypatch) == WorkerExit.DONE
+    trainers = Trainers(
+        evaluate=lambda request: {"loss": float(len(request.uids))} if request.uids else {"accuracy": 0.25}
+    )
+    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
     commits = [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage]
     assert commits == [2 * NUM_STEPS, 4 * NUM_STEPS]
     assert sorted(path.name for path in trial.exports_path.iterdir()) == ["final", f"step-{3 * NUM_STEPS:08d}"]
     lines = lines_of(trial.metrics_path)
     evaluated = [0, 3 * NUM_STEPS, 4 * NUM_STEPS]
     assert [line["step"] for line in lines if "eval/accuracy" in line] == evaluated
-    # Ten held-out rows in goes of six and four.
+    # Ten held-out rows in slices of six and four.
     assert [(line["step"], line["eval/loss"]) for line in lines if "eval/loss" in line] == [
         (step, (6 * 6 + 4 * 4) / 10) for step in evaluated
     ]
 
 
-def _run_with_deaths(run: Callable[[Gang], int]) -> int:
+def _run_with_deaths(run: Callable[[Trainers], int]) -> int:
     """Kill the master at its first call of the model workers, the next one at its second, and so on; the starts."""
     for deadly in range(1, 1000):
         calls = 0
@@ -447,7 +449,7 @@ def _run_with_deaths(run: Callable[[Gang], int]) -> int:
                 raise KilledError(name)
 
         try:
-            assert run(Gang(at_call=die)) == WorkerExit.DONE
+            assert run(Trainers(at_call=die)) == WorkerExit.DONE
             return deadly
         except KilledError:
             pass
@@ -490,8 +492,8 @@ def test_no_file_of_the_trial_is_touched_in_the_event_loop_while_it_trains(
     _WATCHED.append((str(trial.path), note))
     try:
         # The trial's log is written once more after the epoch, by whoever looks at it then.
-        monkeypatch.setattr(Gang, "__aexit__", _leave(is_training))
-        assert run_master(plan, trial, Gang(at_call=at_call), monkeypatch) == WorkerExit.DONE
+        monkeypatch.setattr(Trainers, "__aexit__", _leave(is_training))
+        assert run_master(plan, trial, Trainers(at_call=at_call), monkeypatch) == WorkerExit.DONE
     finally:
         _WATCHED.clear()
     assert touched == []

@@ -1,6 +1,6 @@
 """Workers in this process, and a master with everything real but its model workers: directory, log, checkpoints, names.
 
-trial_of(folder) --run_master(trial, gang)--> exit code     gang: what the model workers do, and where they die
+trial_of(folder) --run_master(trial, trainers)--> exit code     trainers: what model workers do, and where they die
 """
 
 import asyncio
@@ -34,16 +34,16 @@ from corral.workers.lifecycle.worker import WorkerContext, is_no_room, run_to_ex
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.sample_source import BufferedSample
-from corral.workers.master.trainer_gang import WrittenFiles
+from corral.workers.master.trainer_group import WrittenFiles
 from corral.workers.requests.messages import (
     Evaluate,
     HeldOutReply,
     LoadedModel,
     OkReply,
+    PiggybackedRequest,
     Rejection,
     ReplyPayload,
     Request,
-    Rider,
     StatsReply,
     TrainReply,
     TrainStep,
@@ -64,7 +64,7 @@ class KilledError(BaseException):
 
 
 @dataclass
-class Gang:
+class Trainers:
     """Model workers that hold no tensors.
 
     Args:
@@ -143,7 +143,7 @@ class Gang:
     def clear(self, uids_by_rank: Mapping[int, list[str]]) -> None:
         self.at_call("clear")
 
-    def attach(self, requests: Mapping[int, Rider]) -> None:
+    def attach(self, requests: Mapping[int, PiggybackedRequest]) -> None:
         pass
 
     async def tell(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
@@ -209,9 +209,9 @@ def trial_of(folder: Path, *overrides: str) -> tuple[RunPlan, TrialDirectory]:
     return make_run_plan(experiment, identity, "local"), trial
 
 
-def run_master(plan: RunPlan, trial: TrialDirectory, gang: Gang, monkeypatch: pytest.MonkeyPatch) -> int:
+def run_master(plan: RunPlan, trial: TrialDirectory, trainers: Trainers, monkeypatch: pytest.MonkeyPatch) -> int:
     """A start of the master, until it leaves; its exit code."""
-    monkeypatch.setattr(master_worker, "TrainerGang", gang)
+    monkeypatch.setattr(master_worker, "TrainerGroup", trainers)
     with context_of(plan, trial, "master_worker") as context:
         return run_to_exit_code(MasterWorker, context)
 

@@ -13,7 +13,7 @@ import pytest
 from corral.scheduling.redistribution import Parcel
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.model.model_worker import ModelWorker
-from corral.workers.requests.handler import Envelope, Later
+from corral.workers.requests.handler import DeferredReply, Envelope
 from corral.workers.requests.messages import (
     BlockingRequest,
     ClearDataCache,
@@ -238,7 +238,7 @@ def test_what_is_copied_for_a_commit_is_written_while_other_requests_run(tmp_pat
             worker._models = cast(Any, Statistics())
             worker._serve(cast(Any, replies), blocking(TrainStep(mfc="train", uids=[], version=1, reports=False)))
             assert replies.payloads == [OkReply(), OkReply()]
-            assert worker._answer_now(Written(role="ref")) == Later(math.inf, OkReply())
+            assert worker._answer_now(Written(role="ref")) == DeferredReply(math.inf, OkReply())
             assert save.asked == ["ref, with weights", "copied"]
             is_there.set()
             assert told.wait(60)

@@ -20,7 +20,7 @@ from corral.experiments.prompts.tokens import eos_token_ids, load_tokenizer, voc
 from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.model_endpoint.endpoint import ModelEndpoint
 from corral.workers.rollout.episode_session import EpisodeSession
-from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.generation_client import FailedTry, GenerationClient
 from corral.workers.streams.https import open_session, serve
 from tests.workers.trusted import trust
 
@@ -89,7 +89,7 @@ async def rig(folder: Path, model: Path, urls: Sequence[str], *, max_new_tokens:
     async with AsyncExitStack() as stack:
         turns = list(urls)
 
-        async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str:
+        async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str:
             assert setback is None or setback.is_busy, setback
             turns.append(turns.pop(0))
             return turns[-1]

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from corral.workers.requests.client import RequestClient
-from corral.workers.requests.handler import Later
+from corral.workers.requests.handler import DeferredReply
 from corral.workers.requests.messages import (
     ClearDataCache,
     Fetch,
@@ -32,14 +32,14 @@ class Inbox:
         self.num_looks = 0
         self.is_broken = False
 
-    def answer(self, request: NonBlockingRequest) -> ReplyPayload | Later:
+    def answer(self, request: NonBlockingRequest) -> ReplyPayload | DeferredReply:
         if not isinstance(request, Fetch):
             return OkReply()
         self.num_looks += 1
         if self.is_broken:
             raise OSError("the inbox is gone")
         taken, self.arrived = self.arrived, []
-        return announced(*taken) if taken else Later(request.wait_s, NOTHING)
+        return announced(*taken) if taken else DeferredReply(request.wait_s, NOTHING)
 
 
 def announced(*uids: str) -> MetadataReply:

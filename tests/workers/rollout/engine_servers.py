@@ -12,7 +12,7 @@ from corral.experiments.worker_specs import RoutedExpertsSpec
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.server import EngineServer
 from corral.workers.episodes.partial_answer import PartialAnswer
-from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.generation_client import FailedTry, GenerationClient
 from corral.workers.streams.https import open_session
 from tests.workers.trusted import trust
 
@@ -81,7 +81,7 @@ async def sample_in_turns(
         headers = {"Authorization": "Bearer key"}
         session = await stack.enter_async_context(open_session(trust().client(), headers=headers))
 
-        async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+        async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
             assert setback is None or setback.is_busy
             urls.append(urls.pop(0))
             return urls[-1]

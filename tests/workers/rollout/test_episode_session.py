@@ -14,7 +14,7 @@ from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.server import EngineServer
 from corral.workers.episodes.turn_request import EpisodeEndedError, RequestRefusedError, TurnRequest
 from corral.workers.rollout.episode_session import EpisodeSession
-from corral.workers.rollout.generation_client import GenerationClient, Setback
+from corral.workers.rollout.generation_client import FailedTry, GenerationClient
 from corral.workers.rollout.turn_journal import TurnJournal
 from corral.workers.streams.https import open_session
 from tests.workers.data.tiny_tokenizer import write_tokenizer
@@ -48,7 +48,7 @@ def play(
             url = await server.start()
             session = open_session(trust().client(), headers={"Authorization": "Bearer key"})
 
-            async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+            async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
                 named.append(oldest_version)
                 return url
 

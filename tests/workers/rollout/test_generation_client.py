@@ -26,7 +26,7 @@ from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.stream_events import NOT_FINITE
 from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.rollout import generation_client
-from corral.workers.rollout.generation_client import GenerationClient, Setback, _Lengths
+from corral.workers.rollout.generation_client import FailedTry, GenerationClient, _Lengths
 from corral.workers.streams.https import open_session
 from tests.workers.engine.tiny_models import save_tiny_model
 from tests.workers.rollout.engine_servers import DEADLINE_S, Connections, sample_in_turns
@@ -46,7 +46,7 @@ async def _ask(*, is_ending: bool) -> None:
     async def notice(*event: object) -> None:
         lost.set()
 
-    async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+    async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
         if setback is not None:
             told.set()
             await asyncio.Event().wait()
@@ -91,10 +91,10 @@ def test_answers_follow_from_their_seeds_whatever_the_requests_and_the_servers(t
     assert _answers(model, engine_seeds=[2, 3], turn_tokens=5) == in_one_go
 
 
-async def _over_a_lost_server(model: Path) -> tuple[list[PartialAnswer], list[int], int, list[Setback]]:
+async def _over_a_lost_server(model: Path) -> tuple[list[PartialAnswer], list[int], int, list[FailedTry]]:
     """Eight answers whose first server is lost when it has made some of each; (answers, tokens that were still wanted
     of each server when it was chosen, those that the second one has made, what was told of the first)."""
-    wanted, told = list[int](), list[Setback]()
+    wanted, told = list[int](), list[FailedTry]()
     async with AsyncExitStack() as stack:
         engines = [GenerationEngine(model, seed=seed, version="0.0") for seed in range(2)]
         servers = [EngineServer(engine, "key", "127.0.0.1", tls=trust().server()) for engine in engines]
@@ -113,7 +113,7 @@ async def _over_a_lost_server(model: Path) -> tuple[list[PartialAnswer], list[in
                 await asyncio.sleep(0.001)
             connections.cut()
 
-        async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+        async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
             wanted.append(tokens)
             if setback is None:
                 return urls[0]
@@ -194,7 +194,7 @@ class Servers:
         self.number, self.failure, self.is_down = number, failure, False
         self.requests = Counter[str]()
         """Of the poisoned prompt, by URL."""
-        self.setbacks = list[Setback]()
+        self.setbacks = list[FailedTry]()
         self.urls = list[str]()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -223,7 +223,7 @@ class Servers:
         for runner in self._runners:
             await runner.cleanup()
 
-    async def route(self, uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+    async def route(self, uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
         self.setbacks += [setback] if setback is not None else []
         others = [url for url in self.urls if setback is None or url != setback.url]
         return (others or self.urls)[0] if setback is None or setback.url == self.urls[0] else self.urls[0]
@@ -245,7 +245,7 @@ def test_a_prompt_that_no_server_answers_is_given_up_after_a_few_requests_to_two
 ) -> None:
     monkeypatch.setattr(generation_client, "_PAUSES_S", (0.1,))
 
-    async def ask() -> tuple[RequestRefusedError, Counter[str], list[Setback]]:
+    async def ask() -> tuple[RequestRefusedError, Counter[str], list[FailedTry]]:
         async with Servers(number, FAILURES[failure]) as servers, aiohttp.ClientSession() as session:
             client = servers.client(session)
 
@@ -270,13 +270,13 @@ def test_a_prompt_that_no_server_answers_is_given_up_after_a_few_requests_to_two
 def test_servers_that_cannot_be_reached_cost_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation_client, "_PAUSES_S", (0.0,))
 
-    async def ask() -> list[Setback]:
+    async def ask() -> list[FailedTry]:
         async with Servers(1) as servers, aiohttp.ClientSession() as session:
             servers.urls.insert(0, "http://127.0.0.1:9")  # discard: nobody listens there
             num_away = 12
             route = servers.route
 
-            async def away_for_long(uid: str, tokens: int, oldest: str, setback: Setback | None) -> str | None:
+            async def away_for_long(uid: str, tokens: int, oldest: str, setback: FailedTry | None) -> str | None:
                 await route(uid, tokens, oldest, setback)
                 return servers.urls[len(servers.setbacks) >= num_away]
 
@@ -290,7 +290,7 @@ def test_servers_that_cannot_be_reached_cost_no_prompt(monkeypatch: pytest.Monke
 
 def test_a_loop_that_stood_still_blames_no_server_that_went_on() -> None:
     """The server is in a thread of its own."""
-    setbacks, silence_s, url, has_ended = list[Setback](), 0.6, queue.Queue[str](), threading.Event()
+    setbacks, silence_s, url, has_ended = list[FailedTry](), 0.6, queue.Queue[str](), threading.Event()
 
     async def serve() -> None:
         async def generate(request: web.Request) -> web.StreamResponse:
@@ -315,7 +315,7 @@ def test_a_loop_that_stood_still_blames_no_server_that_went_on() -> None:
     async def ask() -> list[PartialAnswer]:
         server = url.get(timeout=DEADLINE_S)
 
-        async def route(uid: str, tokens: int, oldest_version: str, setback: Setback | None) -> str | None:
+        async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
             setbacks.extend([setback] if setback is not None else [])
             return server
 

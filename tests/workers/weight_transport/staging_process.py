@@ -6,12 +6,12 @@ argv: host directory, trial, weights, digest, what it does once half of a versio
 import sys
 from pathlib import Path
 
-from corral.workers.weight_transport.filling import Filling, FindWay, whole
+from corral.workers.weight_transport.filling import Filling, FindSource, whole
 from corral.workers.weight_transport.host_weights import HostWeights
 from corral.workers.weight_transport.staging import WeightStaging
 
 
-def hang(version: Filling) -> FindWay:
+def hang(version: Filling) -> FindSource:
     """Write half of one file, and wait to be killed."""
     name = next(iter(version.manifest.files))
     (version.into / name).write_bytes((version.weights / name).read_bytes()[:1000])

@@ -15,7 +15,7 @@ import pytest
 
 from corral.experiments.config.rollout import WeightsConfig
 from corral.workers.checkpoint.manifest import CorruptCheckpointError
-from corral.workers.weight_transport.filling import Filling, FindWay, StagedVersion, StagingError, whole
+from corral.workers.weight_transport.filling import Filling, FindSource, StagedVersion, StagingError, whole
 from corral.workers.weight_transport.host_weights import HostWeights
 from corral.workers.weight_transport.staging import WeightStaging, make_staging
 from tests.workers.trusted import trust
@@ -83,7 +83,7 @@ def test_one_worker_of_a_host_reads_and_the_others_use_it(root: Path, versions: 
 def test_workers_that_ask_at_the_same_time_read_once(root: Path, versions: Versions, leaving: ExitStack) -> None:
     writing, may_go_on = threading.Event(), threading.Event()
 
-    def slowly(version: Filling) -> FindWay:
+    def slowly(version: Filling) -> FindSource:
         writing.set()
         assert may_go_on.wait(LONG_S)
         return whole(version)
@@ -198,7 +198,7 @@ def test_a_version_that_nobody_reads_makes_room_for_the_next(
 
 
 def test_a_full_disk_in_the_middle_is_no_room_either(root: Path, versions: Versions, leaving: ExitStack) -> None:
-    def fill(version: Filling) -> FindWay:
+    def fill(version: Filling) -> FindSource:
         (version.into / "half").write_bytes(b"abc")
         raise OSError(28, os.strerror(28))
 
@@ -210,7 +210,7 @@ def test_a_full_disk_in_the_middle_is_no_room_either(root: Path, versions: Versi
 def test_a_worker_that_leaves_gives_up_what_it_stages_and_leaves_nothing(root: Path, versions: Versions) -> None:
     writing = threading.Event()
 
-    def endlessly(version: Filling) -> FindWay:
+    def endlessly(version: Filling) -> FindSource:
         writing.set()
         while True:
             time.sleep(0.01)
@@ -240,7 +240,7 @@ def test_a_model_from_elsewhere_is_read_where_it_is(root: Path, tmp_path: Path, 
 def test_who_fills_a_version_is_told_which_are_there(root: Path, versions: Versions, leaving: ExitStack) -> None:
     told: list[list[str]] = []
 
-    def fill(version: Filling) -> FindWay:
+    def fill(version: Filling) -> FindSource:
         told.append([path.name for path, _ in version.held.versions])
         return whole(version)
 

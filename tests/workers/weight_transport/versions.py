@@ -7,7 +7,7 @@ import numpy as np
 
 from corral.experiments.config.rollout import WeightsConfig
 from corral.workers.checkpoint.manifest import write_manifest
-from corral.workers.weight_transport.filling import Patience
+from corral.workers.weight_transport.filling import StagingDeadline
 from corral.workers.weight_transport.staging import WeightStaging, make_staging
 from tests.workers.checkpoint.sealing import describe
 from tests.workers.trusted import trust
@@ -41,8 +41,8 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-def patience(timeout_s: float = LONG_S) -> Patience:
-    return Patience.of("version 0.1", timeout_s=timeout_s, given_up=threading.Event())
+def patience(timeout_s: float = LONG_S) -> StagingDeadline:
+    return StagingDeadline.of("version 0.1", timeout_s=timeout_s, given_up=threading.Event())
 
 
 def content_of(directory: Path) -> dict[str, bytes]:

@@ -166,7 +166,9 @@ def process_groups(context: ParallelContext) -> ProcessGroupCollection:
     Megatron is told of no context-parallel ranks (model.py says why): they share optimizer and gradients with the
     data-parallel ones, as if each had short sequences of its own.
     """
-    if not dist.is_initialized():  # a gang of one has formed no groups, and Megatron asks for its rank in many places
+    if (
+        not dist.is_initialized()
+    ):  # a trainer group of one has formed no groups, and Megatron asks for its rank in many places
         dist.init_process_group(collectives_of(context.device), store=HashStore(), rank=0, world_size=1)
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # scratch memory, which its layers share whatever their groups
         parallel_state._set_global_memory_buffer()

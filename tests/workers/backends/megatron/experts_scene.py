@@ -1,4 +1,4 @@
-"""A tiny mixture of experts, trained in gangs of several layouts, and by a plain loop over transformers.
+"""A tiny mixture of experts, trained in trainer groups of several layouts, and by a plain loop over transformers.
 
 recorded(tokens)   where each token is said to have gone: hardly ever where the router itself would send it
 play_experts       rank by rank: one step, its state, three more; then steps 3 and 4 from another layout's state

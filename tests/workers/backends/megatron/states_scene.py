@@ -1,4 +1,4 @@
-"""Training states carried from every layout of either backend to every other one, by ranks of one gang.
+"""Training states carried from every layout of either backend to every other one, by ranks of one trainer group.
 
 each layout: make an engine ──► 2 steps ──► save ──► 2 more: the losses that others should have
 each layout, for every other one: read its state into the same engine ──► 2 steps

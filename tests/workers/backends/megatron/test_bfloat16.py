@@ -21,10 +21,10 @@ from corral.experiments.config.model import Recompute
 from corral.workers.backends.files.weights import as_stored
 from corral.workers.backends.megatron.engine import MegatronEngine
 from corral.workers.backends.parallel_context import ParallelContext
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import NUM_STEPS, Variant, mesh_of, plain_loop, play_layouts, save_tiny
 from tests.workers.backends.megatron.experts_scene import save_tiny_mixture
 from tests.workers.backends.megatron_scene import make_megatron
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import read_weights
 
 LOSS_TOLERANCE = 4 * 2**-9

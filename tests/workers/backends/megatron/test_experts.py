@@ -24,9 +24,9 @@ from corral.workers.backends.megatron.experts import (
 )
 from corral.workers.backends.megatron.model import ScoringModel
 from tests.workers.backends.files.stored_states import whole_state
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import NUM_STEPS, OPTIMIZER, SAVED_AFTER
 from tests.workers.backends.megatron.experts_scene import KINDS, PROMPT, forced_loop, play_experts, save_tiny_mixture
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import read_weights
 
 FEW: dict[str, Recompute] = {"d2t2e2": "selective", "c2p2e2": "full"}

@@ -9,11 +9,11 @@ from torch import Tensor
 from corral.workers.backends.grouped_product import as_one
 from corral.workers.backends.megatron.experts import GroupedExperts
 from corral.workers.backends.parallel_context import ParallelContext
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import Variant
 from tests.workers.backends.megatron.experts_scene import save_tiny_mixture
 from tests.workers.backends.megatron_scene import make_megatron
 from tests.workers.backends.test_memory_estimates import lm_loss
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import make_sample
 
 

@@ -16,10 +16,10 @@ from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.base import AnyEngine
 from corral.workers.backends.megatron.engine import MegatronEngine
 from corral.workers.backends.parallel_context import ParallelContext
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_checks import Part, Scene, assert_part_is_alike, make_scene, make_variants
 from tests.workers.backends.layout_scene import VARIANTS, Stats, Variant, make_engine, plain_loop, save_tiny, train
 from tests.workers.backends.megatron_scene import make_megatron
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import read_weights
 
 LORA = LoraConfig(rank=3, alpha=5.0)

@@ -34,7 +34,7 @@ from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.megatron.engine import MegatronEngine
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
-from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import make_sample, optimizer_config
 
 TOKENS = 128

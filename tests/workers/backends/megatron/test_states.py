@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.workers.backends.megatron.state import Stretch, boxes
-from tests.workers.backends.gang_helpers import play
 from tests.workers.backends.layout_scene import mesh_of, save_tiny
 from tests.workers.backends.megatron.experts_scene import KINDS, save_tiny_mixture
 from tests.workers.backends.megatron.states_scene import play_states
+from tests.workers.backends.trainer_helpers import play
 
 FSDP = ("d1", "d2", "t2", "c2", "d2t2", "d2c2", "t2c2")
 MEGATRON = ("d1", "d2", "t2", "p2", "d2t2", "d2p2", "t2p2", "d2t2p2")

@@ -1,4 +1,4 @@
-"""The ranks of one start of the gang find each other, and nobody else."""
+"""The ranks of one start of the trainer group find each other, and nobody else."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +13,9 @@ from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.name_resolve.keys import TrialKeys
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.lifecycle.worker import Worker, WrongDevicesError, run_to_exit_code
-from corral.workers.model.model_worker import RankWaits, joined_gang, shared_store
+from corral.workers.model.model_worker import RankWaits, joined_trainer_group, shared_store
 from tests.name_services import MemoryNameService, NamesAddress, running_names
-from tests.workers.backends.gang_helpers import play
+from tests.workers.backends.trainer_helpers import play
 from tests.workers.master.trials import UUID, context_of, trial_of
 from tests.workers.stream_helpers import LOOPBACK
 
@@ -24,7 +24,7 @@ SETUP_S = 4.0  # of two processes that are there already
 
 
 def test_the_ranks_of_one_start_share_a_store_whoever_comes_first() -> None:
-    names, key = MemoryNameService(), TrialKeys(UUID).gang_rendezvous("first")
+    names, key = MemoryNameService(), TrialKeys(UUID).trainer_rendezvous("first")
     with ThreadPoolExecutor(1) as pool:
         early = pool.submit(shared_store, names, key, rank=1, address=LOOPBACK, timeout_s=DEADLINE_S)
         served = shared_store(names, key, rank=0, address=LOOPBACK, timeout_s=DEADLINE_S)
@@ -34,9 +34,9 @@ def test_the_ranks_of_one_start_share_a_store_whoever_comes_first() -> None:
 
 def test_a_rank_of_another_start_is_not_met() -> None:
     names, keys = MemoryNameService(), TrialKeys(UUID)
-    shared_store(names, keys.gang_rendezvous("first"), rank=0, address=LOOPBACK, timeout_s=DEADLINE_S)
+    shared_store(names, keys.trainer_rendezvous("first"), rank=0, address=LOOPBACK, timeout_s=DEADLINE_S)
     with pytest.raises(TimeoutError, match="model_worker/0 did not register"):
-        shared_store(names, keys.gang_rendezvous("second"), rank=1, address=LOOPBACK, timeout_s=0.0)
+        shared_store(names, keys.trainer_rendezvous("second"), rank=1, address=LOOPBACK, timeout_s=0.0)
 
 
 def test_a_rank_that_does_not_see_its_gpus_refuses_to_train_and_one_that_is_planned_without_takes_the_cpu(
@@ -48,11 +48,11 @@ def test_a_rank_that_does_not_see_its_gpus_refuses_to_train_and_one_that_is_plan
     with context_of(*wants_one, "model_worker") as context:
         with (
             pytest.raises(WrongDevicesError, match=f"model_worker/0 1 GPU, and it sees {seen} on"),
-            joined_gang(context, context.specification(ModelWorkerSpec)),
+            joined_trainer_group(context, context.specification(ModelWorkerSpec)),
         ):
             pass
     with context_of(*trial_of(tmp_path / "none", "groups.model_worker.scheduling.gpu=0"), "model_worker") as context:
-        with joined_gang(context, context.specification(ModelWorkerSpec)) as (parallel, _):
+        with joined_trainer_group(context, context.specification(ModelWorkerSpec)) as (parallel, _):
             assert parallel.device.type == "cpu"
 
 
@@ -80,7 +80,7 @@ def be_slow(world: ParallelContext, folder: Path, address: NamesAddress) -> None
     trial = trial_of(own, "groups.model_worker.scheduling.gpu=0", *settings)
     with address.connect() as names, context_of(*trial, "model_worker") as context:
         spec = context.specification(ModelWorkerSpec).model_copy(update={"world_size": 2, "index": world.rank})
-        with joined_gang(replace(context, names=names), spec) as (parallel, _):
+        with joined_trainer_group(replace(context, names=names), spec) as (parallel, _):
             context.presence.enter("train step", deadline_s=DEADLINE_S)
             waits: list[float] = []
             with RankWaits(waits.append):
@@ -91,6 +91,6 @@ def be_slow(world: ParallelContext, folder: Path, address: NamesAddress) -> None
 
 def test_a_gang_of_one_needs_nobody(tmp_path: Path) -> None:
     with context_of(*trial_of(tmp_path), "model_worker") as context:
-        with joined_gang(context, context.specification(ModelWorkerSpec)) as (parallel, rendezvous):
+        with joined_trainer_group(context, context.specification(ModelWorkerSpec)) as (parallel, rendezvous):
             assert (parallel.rank, parallel.mesh.dims.world_size, parallel.group) == (0, 1, None)
             assert rendezvous is None

@@ -1,4 +1,4 @@
-"""TrainerGang: the model workers during one trainer epoch, and what the master asks of them by rank.
+"""TrainerGroup: the model workers during one trainer epoch, and what the master asks of them by rank.
 
     tell(requests by rank)  ──► answered at once, whatever the rank computes       samples, gives
     start(requests by rank) ──► run in the order of the rank's requests            calls, weights, checkpoints
@@ -40,11 +40,11 @@ from corral.workers.requests.messages import (
     LoadedModel,
     LoadRows,
     MetadataReply,
+    PiggybackedRequest,
     Reject,
     Rejection,
     ReplyPayload,
     Request,
-    Rider,
     SaveCheckpoint,
     SaveWeights,
     Written,
@@ -62,7 +62,7 @@ _FETCH_DEADLINE_S = _FETCH_WAIT_S + 60.0
 _DEATH_NOTICE_S = 4.0  # longer than the stream gives a worker that has disconnected to come back
 
 
-class GangLostError(RuntimeError):
+class TrainerGroupLostError(RuntimeError):
     """A model worker is gone, or cannot be worked with: the epoch is over, the next one starts from the last commit."""
 
 
@@ -117,7 +117,7 @@ class Arrivals:
         return arrived
 
 
-class TrainerGang:
+class TrainerGroup:
     """The model workers during one trainer epoch."""
 
     def __init__(self, context: WorkerContext, spec: MasterWorkerSpec, *, epoch: int) -> None:
@@ -133,7 +133,7 @@ class TrainerGang:
         self._unwritten: list[PendingReplies] = []
 
     async def __aenter__(self) -> Self:
-        """Publish where the master listens, and wait until all model workers of one start of the gang are connected."""
+        """Publish where the master listens, and wait until all model workers of one start are connected."""
         context = self._context
         with ExitStack() as stack:
             self._client = stack.enter_context(
@@ -162,9 +162,9 @@ class TrainerGang:
         self._opened.close()
 
     def check_alive(self) -> None:
-        """Raise GangLostError if a model worker has died since the epoch began."""
+        """Raise TrainerGroupLostError if a model worker has died since the epoch began."""
         if self._lost_because:
-            raise GangLostError(self._lost_because)
+            raise TrainerGroupLostError(self._lost_because)
 
     # Requests, in the order of an epoch's life
 
@@ -248,7 +248,7 @@ class TrainerGang:
 
     # Any request
 
-    def attach(self, requests: Mapping[int, Rider]) -> None:
+    def attach(self, requests: Mapping[int, PiggybackedRequest]) -> None:
         """Requests that ride with the next message to their ranks, whose answer is theirs, too."""
         self._client.attach({self.workers[rank]: request for rank, request in requests.items()})
 
@@ -271,7 +271,7 @@ class TrainerGang:
         try:
             return await results
         except (PeerDeadError, StreamTimeoutError) as error:
-            raise GangLostError(str(error)) from error
+            raise TrainerGroupLostError(str(error)) from error
         except RemoteError:
             # A rank whose collective failed because another rank died may say so before that death is noticed here.
             await asyncio.sleep(_DEATH_NOTICE_S)

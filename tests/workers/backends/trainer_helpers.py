@@ -1,4 +1,4 @@
-"""Ranks as processes: each joins a gang of its own start over loopback and plays its part."""
+"""Ranks as processes: each joins a trainer group of its own start over loopback and plays its part."""
 
 import multiprocessing
 import os
