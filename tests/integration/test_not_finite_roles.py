@@ -8,12 +8,12 @@ import pytest
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.loading import validation
 from corral.workers.checkpoint.checkpoint import verify_checkpoint
+from corral.workers.master.step import MAX_NONFINITE_STEPS
 from tests.integration.four_roles import POISON, Group, blind_to_poison, make_batches, write_experiment
 from tests.integration.ppo_loop import PPOLoop, largest_difference
 from tests.integration.trainer_half import TrainerTrial, load_four_roles
 
 DISJOINT = "actor,ref=fsdp:d1,critic,reward=fsdp:d1"
-MAX_NONFINITE_STEPS = 2
 
 
 @pytest.fixture
