@@ -96,6 +96,7 @@ def test_the_layout_is_what_users_and_workers_know(tmp_path: Path) -> None:
         trial.stop_request_path: "control/stop.json",
         trial.kept_down_path: "control/kept-down",
         trial.failed_nodes_path: "control/failed-nodes",
+        trial.supervisor_alive_path: "control/supervisor-alive",
     } == {root / name: name for name in (path.relative_to(root).as_posix() for path in _all_paths(trial))}
 
 
