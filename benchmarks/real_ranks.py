@@ -26,7 +26,7 @@ from corral.workers.streams.security import StreamSecurity
 from tests.name_services import NamesAddress, running_names
 
 LOOPBACK = "127.0.0.1"
-_GANG = "trainer group"
+_INCARNATION = "one"
 _LEAVE_S = 60.0
 
 
@@ -46,7 +46,7 @@ def worker_context(
             kind=kind,
             index=index,
             attempt=0,
-            incarnation=_GANG,
+            incarnation=_INCARNATION,
             address=LOOPBACK,
             trial=TrialDirectory(plan.trial.directory),
             names=names,

@@ -15,9 +15,9 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
+from corral.experiments import registry
 from corral.experiments.config.presets import PRESETS, SHOWING
 from corral.experiments.errors import dotted, leaves
 from corral.experiments.loading.yaml_loader import read_yaml
@@ -80,7 +80,7 @@ class Result:
 
 def all_recipes() -> list[Path]:
     """Every recipe that ships, SFT first: the others start from what it makes."""
-    folder = Path(str(files("corral.experiments.recipes")))
+    folder = Path(registry.__file__).with_name("recipes")
     return sorted(folder.glob("*.yaml"), key=lambda path: (kind_of(path) != "sft", path.name))
 
 

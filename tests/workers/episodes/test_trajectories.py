@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from corral.experiments.datasets.row_parser import DatasetRow
 from corral.scheduling.policy_version import VersionSpan
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.trajectories import REWARD_SECONDS, group_statistics, make_sample
@@ -53,8 +54,9 @@ def test_a_mean_leaves_out_numbers_that_are_not_finite_and_counts_them(odd: floa
     said = [{"a": 1.0, "b": odd, "c": 1e308}, {"a": odd, "b": -odd, "c": 1e308}, {"a": 3.0, "b": math.inf}]
     episodes = judged_answers([1, 2], [answer] * 3, [1.0, 0.0, 0.0])
     by_parts = group_statistics([replace(each, parts=parts) for each, parts in zip(episodes, said, strict=True)])
+    row = DatasetRow(row_id="a", prompt="", teacher_prompt="", answers=(), fields={}, place="rows.jsonl:1")
     noted = [replace(each, metrics=notes) for each, notes in zip(episodes, said, strict=True)]
-    by_notes = {name.removeprefix("notes/"): value for name, value in statistics_of(Group(noted)).items()}
+    by_notes = {name.removeprefix("notes/"): value for name, value in statistics_of(Group(row, noted, ())).items()}
     expected = {"a": 2.0, "a/not_finite": 1.0, "b/not_finite": 3.0, "c": 1e308}
     for means in (by_parts, by_notes):
         assert {name: value for name, value in means.items() if name[0] in "abc"} == expected
