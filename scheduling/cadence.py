@@ -1,8 +1,8 @@
 """When something that is repeated is due: a commit, an export, a look at held-out rows.
 
     Frequency: every 20 steps, every pass, every 600 s ──┐
-                                                         ├──► Cadence.is_due(moment)    whichever comes first
-    Moment: step 40, pass 2, 13:05:10 ───────────────────┘          note(moment)        it was done then
+                                                         ├──► Cadence.is_due(progress)    whichever comes first
+    TrainingProgress: step 40, pass 2, 13:05:10 ─────────┘          note(progress)        it was done then
 
 Steps and passes are counted from the beginning of the run, so that a restart changes nothing in them. Seconds are
 counted from the last time, or from the start of the process: no file keeps when something was last done.
@@ -55,7 +55,7 @@ def parse_frequency(text: str) -> Frequency:
     """
     found: dict[str, float] = {}
     for part in text.split(" or "):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+?)s?\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]+?)s?\s*", part, re.ASCII)
         number, unit = (float(match[1]), match[2]) if match else (0.0, "")
         if unit not in _UNITS or number <= 0.0 or (not _UNITS[unit] and number != int(number)):
             raise ValueError(
@@ -70,7 +70,7 @@ def parse_frequency(text: str) -> Frequency:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class TrainingProgress:
     """How far training is."""
 
     step: int
@@ -88,17 +88,17 @@ class Cadence:
     """Repeats one thing.
 
     Example:
-        cadence = Cadence(Frequency(steps=2), last=Moment(step=0, passes=0, time_s=0.0))
-        cadence.is_due(Moment(step=1, passes=0, time_s=9.0))       # False
-        cadence.is_due(Moment(step=2, passes=0, time_s=18.0))      # True, until `note` says that it was done
+        cadence = Cadence(Frequency(steps=2), last=TrainingProgress(step=0, passes=0, time_s=0.0))
+        cadence.is_due(TrainingProgress(step=1, passes=0, time_s=9.0))       # False
+        cadence.is_due(TrainingProgress(step=2, passes=0, time_s=18.0))      # True, until `note` says that it was done
     """
 
-    def __init__(self, every: Frequency, *, last: Moment) -> None:
+    def __init__(self, every: Frequency, *, last: TrainingProgress) -> None:
         self._every = every
         self.last = last
         """When it was last done."""
 
-    def is_due(self, now: Moment) -> bool:
+    def is_due(self, now: TrainingProgress) -> bool:
         """Whether it is time again; at most once for each step."""
         last, every = self.last, self._every
         if now.step == last.step:
@@ -109,7 +109,7 @@ class Cadence:
             or (every.seconds is not None and now.time_s - last.time_s >= every.seconds)
         )
 
-    def note(self, now: Moment) -> None:
+    def note(self, now: TrainingProgress) -> None:
         """It was done at this moment."""
         self.last = now
 

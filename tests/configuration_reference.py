@@ -122,7 +122,8 @@ def _old_keys() -> Iterator[str]:
     yield from ("# Old keys", "", "A file that has one is refused with what this table says.", "")
     yield from ("| key that was | write | what holds instead |", "|---|---|---|")
     for key, (new, reason) in OLD_KEYS.items():
-        yield f"| `{key}` | {f'`{new}`' if ':' in new else new} | {reason} |"
+        written = new.format("N")
+        yield f"| `{key}` | {f'`{written}`' if ':' in new else new} | {reason} |"
 
 
 def _models_below() -> dict[type[BaseModel], list[str]]:

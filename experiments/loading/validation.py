@@ -77,19 +77,19 @@ _KEY_BY_WORD = {word: key for key, words in _WORDS_BY_KEY.items() for word in wo
 
 OLD_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "control.commit_every_steps": ("commit_every: 50 steps", ""),
-        "control.commit_every_epochs": ("commit_every: 1 epoch", ""),
-        "control.commit_every_seconds": ("commit_every: 600 seconds", ""),
-        "control.save_every_steps": ("save_every: 50 steps", ""),
-        "control.save_every_epochs": ("save_every: 1 epoch", ""),
-        "control.save_every_seconds": ("save_every: 600 seconds", ""),
+        "control.commit_every_steps": ("commit_every: {} steps", ""),
+        "control.commit_every_epochs": ("commit_every: {} epochs", ""),
+        "control.commit_every_seconds": ("commit_every: {} seconds", ""),
+        "control.save_every_steps": ("save_every: {} steps", ""),
+        "control.save_every_epochs": ("save_every: {} epochs", ""),
+        "control.save_every_seconds": ("save_every: {} seconds", ""),
         "control.max_nonfinite_steps": ("", "it is 3"),
-        "evaluation.every_steps": ("every: 20 steps", ""),
-        "evaluation.every_epochs": ("every: 1 epoch", ""),
-        "evaluation.every_seconds": ("every: 600 seconds", ""),
-        "evaluation.best.metric": ("best: accuracy", ""),
+        "evaluation.every_steps": ("every: {} steps", ""),
+        "evaluation.every_epochs": ("every: {} epochs", ""),
+        "evaluation.every_seconds": ("every: {} seconds", ""),
+        "evaluation.best.metric": ("best: {}", ""),
         "evaluation.best.is_highest": ("", "the lowest value is the best of a number whose name ends in loss"),
-        "samples.prompts_per_step": ("samples_per_step: 8", ""),
+        "samples.prompts_per_step": ("samples_per_step: {}", ""),
         "samples.max_size": ("", "the newest 512 MB are kept"),
         "timeline.max_size": ("", "16 MB are kept of each worker"),
         "optimizer.muon": ("", "the momentum is Nesterov's, of 0.95, with 5 Newton-Schulz steps, at the rate `lr`"),
@@ -102,7 +102,7 @@ OLD_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "ppo.overlong_penalty": ("", "it is 1; ppo.reward_scale scales all of the reward"),
         "rollout.schedule_policy": ("", "a request goes to the server with the fewest requests"),
         "rollout.max_updating_share": ("", "all servers take over new weights as soon as they can"),
-        "rollout.first_token_timeout_s": ("token_timeout_s: 300", ""),
+        "rollout.first_token_timeout_s": ("token_timeout_s: {}", ""),
         "environment.load_timeout_s": ("", "it is 300 s"),
         "sglang.probe_timeout_s": ("", "it is 60 s"),
         "launch.no_kill": ("", "SLURM requeues a job that has lost a node, which goes on from the last commit"),
@@ -111,16 +111,19 @@ OLD_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "supervision.lease_ttl_s": ("", "it is 10 s"),
     }
 )
-"""Keys that there were, by the ends of their paths -> what is written in their place, what holds instead."""
+"""Keys that there were, by the ends of their paths -> what is written in their place ({}: the old value), what holds
+instead."""
 
 
 def old_key(path: KeyPath, value: Any) -> tuple[str, str, str] | None:
     """(key, what is written in its place, what holds instead) of a key that there was, at a path or just below it."""
-    below = [(*path, str(key)) for key in value] if isinstance(value, Mapping) else []
+    written = {path: value}
+    if isinstance(value, Mapping):
+        written |= {(*path, str(key)): below for key, below in value.items()}
     for end, (new, reason) in OLD_KEYS.items():
-        for there in (path, *below):
+        for there, was in written.items():
             if f".{dotted(there)}".endswith(f".{end}"):
-                return dotted(there), new, reason
+                return dotted(there), "" if was is None else new.format(shorten(str(was))), reason
     return None
 
 

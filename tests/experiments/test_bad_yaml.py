@@ -55,7 +55,15 @@ def test_an_old_key_is_refused_with_the_new_key_or_the_reason(tmp_path: Path) ->
         with pytest.raises(ConfigError) as refused:
             load_experiment(tmp_path / "experiment.yaml", [*kind, f"{place}=1"])
         (problem,) = [one for one in refused.value.problems if "no key any more" in one.message]
-        assert place in problem.message and reason in problem.message and new in problem.hint, key
+        assert place in problem.message and reason in problem.message and new.format(1) in problem.hint, key
+
+
+def test_an_old_key_without_a_value_is_to_be_removed(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "experiment.yaml").write_text(VALID_PPO)
+    with pytest.raises(ConfigError) as refused:
+        load_experiment(tmp_path / "experiment.yaml", ["control.save_every_steps=null"])
+    assert [problem.hint for problem in refused.value.problems] == ["remove save_every_steps"]
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Frequency, Moment, parse_frequency
+from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Frequency, TrainingProgress, parse_frequency
 
 STEPS_PER_PASS = 4
 
 
-def moment(step: int, *, time_s: float = 0.0) -> Moment:
-    return Moment(step=step, passes=step // STEPS_PER_PASS, time_s=time_s)
+def moment(step: int, *, time_s: float = 0.0) -> TrainingProgress:
+    return TrainingProgress(step=step, passes=step // STEPS_PER_PASS, time_s=time_s)
 
 
 def due_steps(every: Frequency, times: list[float], *, first: int = 1) -> list[int]:
@@ -54,7 +54,7 @@ def test_a_restart_changes_neither_steps_nor_passes(steps: int, passes: int, res
 
 @pytest.mark.parametrize("every", [Frequency(steps=7), Frequency(passes=3)])
 def test_everything_that_counts_steps_or_passes_is_due_before_the_first_step(every: Frequency) -> None:
-    last = Moment(step=BEFORE_THE_RUN, passes=BEFORE_THE_RUN, time_s=0.0)
+    last = TrainingProgress(step=BEFORE_THE_RUN, passes=BEFORE_THE_RUN, time_s=0.0)
     assert Cadence(every, last=last).is_due(moment(0))
 
 
@@ -92,7 +92,10 @@ def test_a_frequency_is_a_number_with_a_unit(text: str, expected: Frequency) -> 
     assert parse_frequency(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "20", "0 steps", "1.5 steps", "5 fortnights", "steps", "1 step and 2 epochs"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "20", "0 steps", "1.5 steps", "5 fortnights", "steps", "1 step and 2 epochs", f"{'9' * 400} steps", "٣ steps"],
+)
 def test_a_frequency_without_a_number_or_a_unit_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="such as 20 steps or 10 minutes"):
         parse_frequency(text)

@@ -107,12 +107,9 @@ class Luffy(FrozenConfig):
     def __call__(self, scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
         if config.use_decoupled_loss:
             raise ValueError("LUFFY has a ratio of its own; set ppo.use_decoupled_loss: false")
-        keys, own = micro_batch.tensors, ppo(scores, micro_batch, config)
-        is_shown = keys["loss_mask"] & (keys["versions"] < 0)
-        stats = {name: torch.where(is_shown, 0.0, values) for name, values in own.stats.items()}
         probabilities = torch.exp(scores.logprobs)
-        shown = -keys["advantages"] * probabilities / (probabilities + self.gamma)
-        return TokenLosses(torch.where(is_shown, shown, own.losses), stats | {"luffy/shown_fraction": is_shown})
+        shown = -micro_batch.tensors["advantages"] * probabilities / (probabilities + self.gamma)
+        return _where_shown(shown, scores, micro_batch, config, name="luffy")
 
 
 class SFTMix(FrozenConfig):
@@ -135,11 +132,17 @@ class SFTMix(FrozenConfig):
     def __call__(self, scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
         if config.use_decoupled_loss:
             raise ValueError("what was shown has no policy that made it; set ppo.use_decoupled_loss: false")
-        keys, own = micro_batch.tensors, ppo(scores, micro_batch, config)
-        is_shown = keys["loss_mask"] & (keys["versions"] < 0)
-        stats = {name: torch.where(is_shown, 0.0, values) for name, values in own.stats.items()}
-        losses = torch.where(is_shown, -self.coef * scores.logprobs, own.losses)
-        return TokenLosses(losses, stats | {"sft_mix/shown_fraction": is_shown})
+        return _where_shown(-self.coef * scores.logprobs, scores, micro_batch, config, name="sft_mix")
+
+
+def _where_shown(
+    losses: Tensor, scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig, *, name: str
+) -> TokenLosses:
+    """These losses [T] of the tokens that were shown, and PPO's of the tokens that the policy has made."""
+    keys, own = micro_batch.tensors, ppo(scores, micro_batch, config)
+    is_shown = keys["loss_mask"] & (keys["versions"] < 0)
+    stats = {key: torch.where(is_shown, 0.0, values) for key, values in own.stats.items()}
+    return TokenLosses(torch.where(is_shown, losses, own.losses), stats | {f"{name}/shown_fraction": is_shown})
 
 
 class SelfImitation(FrozenConfig):

@@ -29,7 +29,7 @@ from enum import Enum
 import msgspec
 
 from corral.experiments.trial.spans import STEPS, Span
-from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, Moment
+from corral.scheduling.cadence import BEFORE_THE_RUN, Cadence, TrainingProgress
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.lifecycle.worker import CannotContinueError
 from corral.workers.master.calls import MeshCalls
@@ -85,7 +85,7 @@ class TrainerEpoch:
         self._nonfinite_in_a_row = 0
         self._waits = defaultdict[str, float](float)
         """Since the last step's line: seconds, and updates that changed nothing, by metric."""
-        now, control = self._moment(), epoch.spec.control
+        now, control = self._progress(), epoch.spec.control
         # What this epoch begins with is committed and exported, and was perhaps not evaluated: the line may be cut off.
         # Beside training one may have been lost that was due before: an epoch begins with another one.
         step = BEFORE_THE_RUN if self.evaluations.are_by_servers else now.step - 1
@@ -247,7 +247,7 @@ class TrainerEpoch:
         epoch.context.presence.beat(version=str(self.version))
         self._free(batch)
         await self.weights.remove_old(self.version)
-        if self._exports.is_due(now := self._moment()):
+        if self._exports.is_due(now := self._progress()):
             await self.weights.export(f"step-{self._step:08d}", self.version)
             self._exports.note(now)
         self._end_step()
@@ -327,7 +327,7 @@ class TrainerEpoch:
         self.commits.lines.add_samples(self._step, [samples[uid] for uid in batch])
 
     async def _evaluate_if_due(self) -> None:
-        if self._evaluations_due.is_due(self._moment()):
+        if self._evaluations_due.is_due(self._progress()):
             await self._evaluate()
             if not self._step:  # what training begins with is known by the initial weights alone
                 await self._wait_for_servers()
@@ -342,7 +342,7 @@ class TrainerEpoch:
 
     async def _evaluate(self) -> None:
         """By generation servers, where that is only begun, unless they are at one; or by the ranks."""
-        now = self._moment()
+        now = self._progress()
         if not self.evaluations.is_running:
             await self.evaluations.begin(self.version)
             self._evaluations_due.note(now)
@@ -362,9 +362,9 @@ class TrainerEpoch:
 
     async def _commit_if_due(self) -> None:
         started = time.monotonic()
-        if not self.commits.covers(self._step) and self._commits_due.is_due(self._moment()):
+        if not self.commits.covers(self._step) and self._commits_due.is_due(self._progress()):
             await self.commits.begin(self._step, self.version)
-            self._commits_due.note(self._moment())
+            self._commits_due.note(self._progress())
         self._waits["time/commit_s"] += time.monotonic() - started
 
     async def _commit_all(self) -> None:
@@ -389,9 +389,9 @@ class TrainerEpoch:
 
     # What is done, and what is left
 
-    def _moment(self) -> Moment:
+    def _progress(self) -> TrainingProgress:
         passes = self._ledger.consumed_count // self.epoch.spec.num_prompts
-        return Moment(step=self._step, passes=passes, time_s=time.monotonic())
+        return TrainingProgress(step=self._step, passes=passes, time_s=time.monotonic())
 
     def _remaining(self) -> int:
         return self.epoch.spec.num_prompts * self.epoch.spec.control.total_train_epochs - self._ledger.consumed_count

@@ -316,31 +316,29 @@ class RankLocks:
     @asynccontextmanager
     async def hold(self, name: str, ranks: Collection[int]) -> AsyncIterator[None]:
         """Wait for the ranks, and have them while the block runs; the deadline is the caller's."""
-        lock_request = _LockRequest(name, frozenset(ranks))
-        self._lock_requests.append(lock_request)
+        request = _LockRequest(name, frozenset(ranks))
+        self._lock_requests.append(request)
         self._grant()
         try:
-            await lock_request.granted.wait()
+            await request.granted.wait()
             yield
         finally:
-            self._lock_requests.remove(lock_request)
+            self._lock_requests.remove(request)
             self._grant()
 
     def holders(self, ranks: Collection[int]) -> list[str]:
         """The calls that have one of these ranks now."""
         return sorted(
             {
-                lock_request.name
-                for lock_request in self._lock_requests
-                if lock_request.granted.is_set() and not lock_request.ranks.isdisjoint(ranks)
+                request.name
+                for request in self._lock_requests
+                if request.granted.is_set() and not request.ranks.isdisjoint(ranks)
             }
         )
 
     def _grant(self) -> None:
         spoken_for: set[int] = set()
-        for lock_request in self._lock_requests:
-            if lock_request.ranks.isdisjoint(
-                spoken_for
-            ):  # nobody who asked before shares a rank with it, or waits for one
-                lock_request.granted.set()
-            spoken_for |= lock_request.ranks
+        for request in self._lock_requests:
+            if request.ranks.isdisjoint(spoken_for):  # nobody who asked before shares a rank with it, or waits for one
+                request.granted.set()
+            spoken_for |= request.ranks
