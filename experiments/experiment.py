@@ -65,11 +65,6 @@ from corral.scheduling.scheduling import ElasticTasks, ExperimentScheduling, Sch
 from corral.scheduling.worker_information import WorkerKind
 
 Name = Annotated[str, AfterValidator(validate_name)]
-_FOLLOWING = {
-    "models", "roles", "graph", "parsed_allocation", "meshes", "num_training_ranks", "allocation_problems",
-    "_scheduling", "routed_experts",
-}  # fmt: skip
-"""Properties that are computed once, from fields that a copy may have other values of."""
 
 
 class Experiment(FrozenConfig):
@@ -232,9 +227,9 @@ class Experiment(FrozenConfig):
         return ExperimentScheduling(**{kind: self._tasks_group(kind) for kind in self.expected_counts})
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Another experiment, of which nothing is taken over that followed from the fields of this one."""
+        """A copy without what `cached_property` keeps here beside the fields, since other values follow from others."""
         copied = super().model_copy(update=update, deep=deep)
-        for name in _FOLLOWING & copied.__dict__.keys():
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
         return copied
 

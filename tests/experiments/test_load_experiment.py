@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -303,3 +304,16 @@ print([name for name in heavy if name in sys.modules])
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
+
+
+def test_a_copy_of_an_experiment_keeps_nothing_that_followed_from_other_values(folder: Path) -> None:
+    class Own(AsyncPPOExperiment):
+        @cached_property
+        def doubled(self) -> int:
+            return 2 * self.train_batch_size
+
+    ours = _ppo(folder)
+    own = Own.model_validate({name: getattr(ours, name) for name in AsyncPPOExperiment.model_fields})
+    size = own.train_batch_size
+    assert (own.doubled, own.model_copy(update={"train_batch_size": 3 * size}).doubled) == (2 * size, 6 * size)
+    assert own.model_copy(update={"allocation": "hf:d2+fsdp:d1"}).parsed_allocation != own.parsed_allocation
