@@ -117,7 +117,7 @@ class AsyncPPOExperiment(PolicyExperiment):
         if placed.evaluation is not None and HELD_OUT in listed:
             rows = placed.evaluation.dataset.model_copy(update={"path": trial.held_out_tasks_path})
             changes["evaluation"] = placed.evaluation.model_copy(update={"dataset": rows})
-        return placed.model_copy(update=changes)
+        return placed._with_rows_in(**changes)
 
     @property
     def writes_deltas(self) -> bool:

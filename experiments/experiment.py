@@ -319,7 +319,11 @@ class Experiment(FrozenConfig):
 
     def placed_in(self, directory: Path) -> Self:
         """The same, with the names of the files that its rows are in, or are going to be in the trial's directory."""
-        return self.model_copy(update={"dataset": self.located_dataset, "evaluation": self.located_evaluation})
+        return self._with_rows_in(dataset=self.located_dataset, evaluation=self.located_evaluation)
+
+    def _with_rows_in(self, **datasets: DatasetConfig | EvaluationConfig | None) -> Self:
+        """A copy that reads the same rows from other files, for which all that was computed holds: tasks, too."""
+        return super().model_copy(update=datasets)
 
     @property
     def own_code(self) -> tuple[str, ...]:
