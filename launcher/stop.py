@@ -28,6 +28,7 @@ from corral.launcher.cluster.own_jobs import HEAD, OwnJobs
 from corral.launcher.files.patience import wait_until
 from corral.launcher.files.patient_files import PatientFiles
 from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.status.evidence import is_of_trial
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.workers import WorkerRow
@@ -203,10 +204,16 @@ def _may_run(row: WorkerRow) -> bool:
     return row.state not in _DOWN or (row.state is WorkerState.KEPT_DOWN and row.pid is not None)
 
 
-def find_job(argument: str, cluster: SlurmQueue) -> Job | None:
-    """The job with this id; None if the cluster does not know it, or does not answer."""
-    jobs = answer_or([], cluster.jobs) if argument.isdecimal() else []
-    return next((job for job in jobs if job.job_id == argument), None)
+def find_job(argument: str, cluster: SlurmQueue, fileroot: Path) -> Job | None:
+    """The job with this id, or else the newest that says that it is of this trial.
+
+    None if the cluster knows no such job, does not answer, or is not here.
+    """
+    jobs = answer_or([], cluster.jobs)
+    if argument.isdecimal():
+        return next((job for job in jobs if job.job_id == argument), None)
+    own = [job for job in jobs if is_of_trial(job, argument, fileroot) and job.is_active]
+    return max(own, key=lambda job: job.number, default=None)
 
 
 def trial_of_job(job: Job, fileroot: Path, *, files: PatientFiles) -> TrialFacts | None:

@@ -50,13 +50,13 @@ def status(
     from corral.launcher.trial.find import TrialNotFoundError, default_fileroot
 
     root = fileroot or default_fileroot()
-    facts, experiment = None, None
+    facts, experiment, missing = None, None, None
     try:
         facts = find_in_time(PatientFiles(), trial, root) if trial is not None else None
-    except TrialNotFoundError:
-        if wait or check or trial not in list_names(root):
+    except TrialNotFoundError as error:
+        if wait or check:
             raise
-        experiment = trial
+        experiment, missing = (trial, None) if trial in list_names(root) else (None, error)
     if wait:
         if trial is None or facts is None:
             raise typer.BadParameter("--wait needs the name of one trial")
@@ -78,6 +78,11 @@ def status(
         colour=wants_colour(),
         width=terminal_width(),
     )
+    if missing is not None:
+        if trial is None or not (rows := page.trial_without_folder(trial)):
+            raise missing
+        print(rows)
+        return
     look = page.all_trials if facts is None else partial(page.one_trial, facts)
     if facts is not None and output in ("table", "wide"):
         look = partial(_with_times, look, facts, most=None if explain else 1)

@@ -59,7 +59,7 @@ def _find(trial: str, fileroot: Path | None, *, now: bool) -> "TrialFacts | None
         return find_in_time(files, trial, root)
     except TrialNotFoundError:
         cluster = SlurmQueue()
-        if (job := find_job(trial, cluster)) is None:
+        if (job := find_job(trial, cluster, root)) is None:
             raise
         if (facts := trial_of_job(job, root, files=files)) is not None:
             return facts

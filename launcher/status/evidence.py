@@ -5,6 +5,7 @@ jobs of OwnJobs --find_jobs--+-- allocation head: this attempt's job, its succes
 jobs whose trial directory is gone --find_strays--> nobody's, but still ours
 """
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,6 +155,17 @@ def find_strays(jobs: Iterable[Job], known: Collection[str]) -> list[tuple[Job, 
         and not job.part_of
         and job.is_active
     ]
+
+
+def is_of_trial(job: Job, name: str, fileroot: Path) -> bool:
+    """Whether a job says that it is of the trial that somebody calls so: by its name, experiment/trial, or its path."""
+    directory, path = Path(str(job.tag.get("directory", "/"))), Path(os.path.expanduser(name))
+    if name.startswith(("/", ".", "~")):
+        return directory == path.absolute()
+    return directory.parents[1:2] == (fileroot.absolute(),) and name in (
+        directory.name,
+        f"{directory.parent.name}/{directory.name}",
+    )
 
 
 def _choose_head(heads: Sequence[Job], job_id: str, *, is_over: bool) -> Job | None:

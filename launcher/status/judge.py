@@ -259,7 +259,8 @@ def _judge_running(evidence: Evidence, rows: Sequence[WorkerRow]) -> tuple[Trial
         return TrialState.STOPPING, f"asked by {evidence.stop_request.by}" if evidence.stop_request is not None else ""
     if evidence.records is None:
         if not evidence.redis_started:
-            return TrialState.STARTING, "Redis is starting"
+            failed = evidence.view.failed_start()
+            return (TrialState.DEGRADED, failed) if failed else (TrialState.STARTING, "Redis is starting")
         return TrialState.DEGRADED, "Redis does not answer; workers cannot be seen"
     troubled = sorted((row for row in rows if row.state in TROUBLED), key=lambda row: TROUBLED.index(row.state))
     master = next((row for row in troubled if row.worker == MASTER), None)

@@ -21,7 +21,7 @@ from corral.launcher.cluster.jobs import Job
 from corral.launcher.files.lookout import Lookout, Unanswered
 from corral.launcher.slurm.cached_queue import CachedQueue, QueueAnswer
 from corral.launcher.slurm.job_queue import SlurmQueue
-from corral.launcher.status.evidence import Evidence, find_strays
+from corral.launcher.status.evidence import Evidence, find_strays, is_of_trial
 from corral.launcher.status.judge import TrialStatus, unreadable
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import render_json, render_trial, render_trials
@@ -154,6 +154,12 @@ class StatusPage:
         page = render_trial(status, wide=self._output == "wide", colour=self._colour, width=self._width)
         return f"{page}\n\n{explain(evidence, status)}" if self._explain and evidence is not None else page
 
+    def trial_without_folder(self, name: str) -> str:
+        """The rows of jobs that say that they are of this trial, whose folder is not there; "" if there are none."""
+        answer = self._queue.look() if self._cluster.is_here() else QueueAnswer()
+        rows = self._orphans([job for job in answer.jobs if is_of_trial(job, name, self._fileroot)], {})
+        return self._render(rows, num_hidden=0) if rows else ""
+
     def _render(self, statuses: Sequence[TrialStatus], *, num_hidden: int) -> str:
         if self._output == "json":
             return render_json(statuses)
@@ -170,12 +176,12 @@ class StatusPage:
         statuses = {path: unreadable(path, one) for path, one in trials.items() if isinstance(one, str)}
         statuses |= {Path(status.directory): status for status, _ in reads}
         texts = [explain(evidence, status) for status, evidence in reads if evidence is not None]
-        orphans = [] if self._experiment else self._orphans(answer, trials)
+        orphans = [] if self._experiment else self._orphans(answer.jobs, trials)
         return [*(statuses[path] for path in trials if path in statuses), *orphans], texts
 
-    def _orphans(self, answer: QueueAnswer, trials: Mapping[Path, Found]) -> list[TrialStatus]:
+    def _orphans(self, jobs: Sequence[Job], trials: Mapping[Path, Found]) -> list[TrialStatus]:
         """Rows for jobs whose trial directory is gone, or does not answer."""
-        strays = find_strays(answer.jobs, {one.uuid for one in trials.values() if isinstance(one, TrialFacts)})
+        strays = find_strays(jobs, {one.uuid for one in trials.values() if isinstance(one, TrialFacts)})
         found = self._lookout.look({path: path.is_dir for _, path in strays if not isinstance(trials.get(path), str)})
         return [
             _orphan(job, path, does_answer=found[path] is False)

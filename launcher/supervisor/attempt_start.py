@@ -36,6 +36,7 @@ from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.slurm.step import own_job
 from corral.launcher.supervisor.recorder import note_failed_node
 from corral.launcher.trial.find import TrialFacts, load_facts
+from corral.launcher.trial.lock import SupervisorRunsError
 from corral.launcher.trial.processes import describe_this_process
 from corral.launcher.trial.words import TrialState
 
@@ -98,6 +99,19 @@ def open_attempt(directory: TrialDirectory, *, patience: FilePatience | None = N
         patience.insist("record the attempt", tell, "submitted", attempt=record.attempt, job_id=start.job_id)
     patience.insist("make the folder of its logs", directory.start_attempt_logs, record.attempt)
     return record
+
+
+def record_failed_start(directory: TrialDirectory, error: Exception) -> None:
+    """Records that this start could not begin an attempt, unless another start runs the last or the trial has ended."""
+    last = last_attempt(directory)
+    end = read_end(directory, last.attempt) if last is not None else None
+    if last is None or (end is not None and (end.is_final or isinstance(error, SupervisorRunsError))):
+        return
+    start, claim = _start_of(last.mode), read_claim(directory, last.attempt)
+    if end is not None or claim is None or claim.is_of(start.job_id, start.restart_count):
+        cause = f"the supervisor could not start: {error}" if end is None else f"{end.cause}; the next attempt: {error}"
+        failed = AttemptEnd(attempt=last.attempt, state=EndState.FAILED, cause=cause, then="", caused_by="supervisor")
+        _record_end(directory, failed)
 
 
 def the_facts(directory: TrialDirectory) -> TrialFacts:
@@ -191,4 +205,5 @@ def _record_refusal(
 def _record_end(directory: TrialDirectory, end: AttemptEnd) -> None:
     write_end(directory, end)
     journal = Journal(directory.journal_path)
-    journal.append("attempt_ended", attempt=end.attempt, state=end.state, cause=end.cause, then=end.then)
+    told = {"state": end.state, "cause": end.cause, "then": end.then, "caused_by": end.caused_by}
+    journal.append("attempt_ended", attempt=end.attempt, **told)

@@ -26,9 +26,9 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.secrets import SECRETS_FILE, TrialSecrets
 from corral.experiments.trial.tether import die_with_parent
-from corral.launcher.files.file_thread import FileThread
+from corral.launcher.files.file_thread import FileThread, is_momentary
 from corral.launcher.files.patience import FilePatience
-from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt, the_facts
+from corral.launcher.supervisor.attempt_start import claim_decides, open_attempt, record_failed_start, the_facts
 from corral.launcher.supervisor.recorder import Recorder, write_page
 from corral.launcher.supervisor.signs_of_life import (
     EXIT_BROKEN,
@@ -62,13 +62,19 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
         OSError: if the files of the trial fail for long, or a signal comes while they do.
     """
     wake = WakeUp()
-    lock = FilePatience().insist("lock the trial", _lock, directory)
     with contextlib.ExitStack() as stack:
-        stack.callback(os.close, lock)
-        stack.callback(sweep)
-        stack.enter_context(wake.listening())
-        patience = FilePatience(wake.has_signals)
-        record = open_attempt(directory, patience=patience)
+        try:
+            lock = FilePatience().insist("lock the trial", _lock, directory)
+            stack.callback(os.close, lock)
+            stack.callback(sweep)
+            stack.enter_context(wake.listening())
+            patience = FilePatience(wake.has_signals)
+            record = open_attempt(directory, patience=patience)
+        except Exception as error:
+            if not (isinstance(error, OSError) and is_momentary(error)):
+                with contextlib.suppress(OSError, ValueError):
+                    record_failed_start(directory, error)
+            raise
         if record is None:
             return 0
         facts = patience.insist("read the plan", the_facts, directory)

@@ -123,6 +123,15 @@ class TrialView:
         chosen = [end for end in failed if end.who == caused_by] or [end for end in failed if not end.caused_by]
         return chosen[-1] if chosen else None
 
+    def failed_start(self) -> str:
+        """Why Redis or the supervisor ended before Redis could run, where each is started again; "" if none did."""
+        for event in reversed(self.of_attempt):
+            if event["event"] == "supervisor_failed":
+                return f"supervisor failed, {event.get('cause')}; it is started again"
+            if event["event"] == TASK_ENDED and event.get("who") in ("redis", "supervisor") and not event["caused_by"]:
+                return f"{event['who']} {event['why']}; it is started again"
+        return ""
+
     @cached_property
     def of_attempt(self) -> list[Event]:
         """Events of the attempt; those without a number belong to the last one."""

@@ -121,7 +121,7 @@ def test_a_trial_whose_folder_is_out_of_sight_is_not_taken_for_gone(tmp_path: Pa
 
 
 def _job_7(client: FakeSlurm) -> Job:
-    job = find_job("7", SlurmQueue(client))
+    job = find_job("7", SlurmQueue(client), Path("/anywhere"))
     assert job is not None
     return job
 
@@ -131,6 +131,15 @@ def test_a_trial_whose_folder_is_gone_from_where_others_are_is_gone(tmp_path: Pa
     orphan = _job_7(client)
     assert is_orphan(orphan, now=False, files=PatientFiles())
     assert cancel_orphan(orphan, SlurmQueue(client)) == ["7"] == [*client.cancelled]
+
+
+def test_a_trial_whose_folder_is_gone_is_found_by_its_name_or_path_in_its_jobs_comment(tmp_path: Path) -> None:
+    gone = tmp_path / "exp" / "gone"
+    queue = SlurmQueue(FakeSlurm(tagged("7", gone), tagged("8", tmp_path / "exp" / "other")))
+    for name in ("gone", "exp/gone", str(gone)):
+        job = find_job(name, queue, tmp_path)
+        assert job is not None and job.job_id == "7"
+    assert find_job("exp/gone", queue, tmp_path / "exp") is None and find_job("exp/g", queue, tmp_path) is None
 
 
 def test_a_job_without_our_comment_is_found_by_id_and_name(trial: StubTrial, tmp_path: Path) -> None:

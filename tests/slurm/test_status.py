@@ -137,10 +137,14 @@ def test_a_trial_whose_directory_is_gone_is_listed_from_its_jobs_comment_and_can
     (status,) = json.loads(listed.stdout)
     assert (status["trial"], status["state"], status["job_id"]) == ("trial", "QUEUED", job_id)
     assert f"directory missing: {trial.directory.path}" in status["note"]
-    ended = run("rl-stop", job_id, tmp_path=tmp_path)
+    named = run("rl-status", "exp/trial", tmp_path=tmp_path)
+    assert named.returncode == 0 and f"directory missing: {trial.directory.path}" in named.stdout, named.stderr
+    ended = run("rl-stop", "exp/trial", tmp_path=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert f"ended job {job_id}" in ended.stdout
-    wait_until(lambda: (job := find_job(job_id, SlurmQueue())) is None or not job.is_active, "the end of the job")
+    wait_until(
+        lambda: (job := find_job(job_id, SlurmQueue(), tmp_path)) is None or not job.is_active, "the end of the job"
+    )
     trial.directory.path.mkdir(parents=True)  # what clears up after the test looks at it
 
 
@@ -148,7 +152,7 @@ def test_all_jobs_of_a_lost_trial_are_ended_together(make_slurm_trial: Any) -> N
     trial = make_slurm_trial({})
     jobs = [submit_stand_in(trial, "--hold"), submit_stand_in(trial, "--hold", attempt=1)]
     shutil.rmtree(trial.directory.path)
-    orphan = find_job(jobs[1], SlurmQueue())
+    orphan = find_job(jobs[1], SlurmQueue(), trial.directory.path)
     assert orphan is not None and is_orphan(orphan, now=False, files=PatientFiles())
     assert sorted(cancel_orphan(orphan, SlurmQueue())) == sorted(jobs)
     trial.directory.path.mkdir(parents=True)

@@ -218,6 +218,9 @@ def test_the_work_for_a_job_does_not_grow_with_the_number_of_trials(
     assert set(found) == {
         f"{kind}-{number:{width}}" for kind, width in (("t", "02"), ("gone", "")) for number in range(40)
     }
+    monkeypatch.setattr(SlurmQueue, "is_here", lambda queue: True)
+    assert "directory missing" in page(fileroot).trial_without_folder("exp/gone-7")
+    assert page(fileroot).trial_without_folder("exp/t-07") == page(fileroot).trial_without_folder("gone-") == ""
     assert set(asked) == {str(1000 + number) for number in range(num_trials)}, (
         "a trial is asked about its own jobs only"
     )

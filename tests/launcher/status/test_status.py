@@ -108,6 +108,9 @@ def job(state: str, reason: str = "None", *, has_run: bool = False, exit_code: s
     return SlurmQueue(Slurm()).look_closer(job_of("7", state, reason=reason), has_run=has_run)
 
 
+NO_REDIS = TrialView(
+    [{"event": "task_ended", "attempt": 0, "who": "redis", "why": "exit 127 (no redis-server)", "caused_by": ""}]
+)
 DOWN = QueueAnswer(error="squeue timed out", unreachable_since=NOW - 30.0)
 AWAY = msgspec.structs.replace(DOWN, asked_at=NOW - 60.0)
 ANSWERED = QueueAnswer(asked_at=NOW)
@@ -117,6 +120,8 @@ ANSWERED = QueueAnswer(asked_at=NOW)
     ("changes", "state", "words"),
     [
         ({}, "RUNNING", ""),
+        ({"redis_started": False, "records": None}, "STARTING", "Redis is starting"),
+        ({"redis_started": False, "records": None, "view": NO_REDIS}, "DEGRADED", "redis exit 127 (no redis-server)"),
         ({"attempt": None}, "UNKNOWN", "rl-submit --resume"),
         ({"ended": ended("FAILED", "oom")}, "FAILED", "oom"),
         ({"is_supervised": False}, "LOST", "--resume"),
