@@ -26,6 +26,8 @@ class Rule:
     above: float
     """Limit of its mean over `steps`."""
     steps: int = 10
+    weight: str | None = None
+    """How much a step counts in the mean; every step the same without."""
     text: str
     """With the mean as {value}."""
     remedy: str
@@ -44,6 +46,7 @@ RULES = (
     Rule(
         metric="data/dropped_of_issued",
         above=0.5,
+        weight="data/issued",
         text="{value:.0%} of the prompts of these steps were dropped",
         remedy="rl-logs {trial} --errors says why; where answers are all as good, take other prompts (dataset.sampler)",
     ),
@@ -130,8 +133,8 @@ def findings_of(lines: Sequence[Mapping[str, Any]], *, trial: str) -> list[Findi
     _add_growth(steps)
     found = []
     for rule in RULES:
-        values = [line[rule.metric] for line in steps[-rule.steps :] if is_number(line.get(rule.metric))]
-        if len(values) == rule.steps and (mean := fmean(values)) > rule.above:
+        lines = [line for line in steps[-rule.steps :] if is_number(line.get(rule.metric))]
+        if len(lines) == rule.steps and (mean := _mean(lines, rule.metric, rule.weight)) > rule.above:
             text = rule.text.format(value=mean)
             text = f"{text}, over {rule.steps if rule.steps > 1 else min(len(steps), _ERROR_STEPS)} steps"
             remedy = rule.remedy.format(trial=trial)
@@ -140,12 +143,15 @@ def findings_of(lines: Sequence[Mapping[str, Any]], *, trial: str) -> list[Findi
 
 
 def dropped_share(lines: Sequence[Mapping[str, Any]], steps: Collection[int]) -> float:
-    """The share of their prompts that were dropped, as a mean over those of these train steps that say it."""
+    """Of the prompts of these train steps, the share that was dropped."""
     found = [dict(line) for line in lines if "train/tokens" in line]
     _add_dropped(found)
-    name = "data/dropped_of_issued"
-    shares = [line[name] for line in found if line["step"] in steps and name in line]
-    return fmean(shares) if shares else 0.0
+    told = [line for line in found if line["step"] in steps and "data/issued" in line]
+    return _mean(told, "data/dropped_of_issued", "data/issued") if told else 0.0
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], metric: str, weight: str | None) -> float:
+    return fmean([line[metric] for line in lines], [line[weight] for line in lines] if weight else None)
 
 
 def _with_derived(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,10 +175,11 @@ def _add_dropped(steps: Sequence[dict[str, Any]]) -> None:
         if all(is_number(one.get(name)) for one in (before, line) for name in names):
             dropped, trained = (line[name] - before[name] for name in names)
             if dropped >= 0 and trained > 0:  # else a failure took steps back
-                line["data/dropped_of_issued"] = dropped / (dropped + trained)
+                line["data/issued"] = dropped + trained
+                line["data/dropped_of_issued"] = dropped / line["data/issued"]
                 is_same_epoch = before.get("trainer_epoch") == line.get("trainer_epoch")
                 num_errors = _errors(line) - (_errors(before) if is_same_epoch else 0.0)
-                recent.append((num_errors, dropped + trained))
+                recent.append((num_errors, line["data/issued"]))
                 line["data/dropped_for_errors"] = sum(one[0] for one in recent) / sum(one[1] for one in recent)
 
 

@@ -28,7 +28,7 @@ SUFFERING: Mapping[str, Mapping[str, object]] = {
     "train/skipped_early_stop": UNSTEADY | {"ppo.early_stop_kl": 1e-6},
     "ppo/capped_fraction": UNSTEADY | {"ppo.behav_imp_weight_cap": 1.001},
     "answers_are_alike": {"rollout.sampling.temperature": 1e-5, "rollout.reward": "suffering_rewards:nothing"},
-    "ppo/ref_kl": UNSTEADY | {"ppo.kl.coef": 1e-6},
+    "ppo/ref_kl": UNSTEADY | {"ppo.kl.coef": 1e-6, "actor.optimizer.lr": 0.03},
     "length_growth": {"rollout.length_schedule": "{0: 1, 24: 8}", "rollout.reward": "suffering_rewards:by_chance"},
     "entropy_is_gone": UNSTEADY | {"actor.optimizer.lr": 1.0, "rollout.reward": "suffering_rewards:halved"},
 }
