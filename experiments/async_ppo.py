@@ -35,7 +35,7 @@ from corral.experiments.config.rollout import (
     WeightsConfig,
 )
 from corral.experiments.datasets.dataset import dataset_spec
-from corral.experiments.errors import ConfigError, ConfigProblem, split_remedy
+from corral.experiments.errors import ConfigError, ConfigProblem
 from corral.experiments.host_memory import BESIDE_MB, memory_warning, server_memory
 from corral.experiments.inputs.environment_tasks import HELD_OUT, FoundEnvironment, find_environment
 from corral.experiments.inputs.other_pythons import environment_python, sglang_python
@@ -54,6 +54,7 @@ from corral.experiments.worker_specs import (
     WorkerSpec,
 )
 from corral.scheduling.allocation import EngineAllocation
+from corral.scheduling.errors import message_and_hint
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.scheduling.scheduling import Scheduling
 from corral.scheduling.worker_information import WorkerKind
@@ -97,7 +98,7 @@ class AsyncPPOExperiment(PolicyExperiment):
         try:
             return find_environment(config, lists=lists)
         except ValueError as error:
-            message, hint = split_remedy(str(error))
+            message, hint = message_and_hint(error)
             path = ("rollout", "environment", "id" if config.python is None else "python")
             raise ConfigError.of(message, hint=hint, path=path) from error
 
@@ -407,6 +408,6 @@ def _problems_of_shown_tools(prompts: PromptEncoder) -> Iterator[ConfigProblem]:
     try:
         lacking = prompts.chat.lacks_for_tools
     except ValueError as error:
-        lacking = split_remedy(str(error))[0]
+        lacking = message_and_hint(error)[0]
     if lacking:
         yield ConfigProblem(f"the agent calls tools: {lacking}", hint, path=("rollout", "agent_settings"))

@@ -7,7 +7,6 @@ error: trial can never start: it needs 5 nodes, partition 'h100' has 4
 """
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from corral.experiments.exit_codes import CommandExit
+from corral.scheduling.errors import RuleError
 
 KeyPath = tuple[str | int, ...]
 """Where a value stands in an experiment file: ("actor", "optimizer", "lr"); list items by their index."""
@@ -237,20 +237,5 @@ def did_you_mean(word: str, candidates: Sequence[str], otherwise: str) -> str:
     return f"did you mean {near!r}?" if near else otherwise
 
 
-_QUOTED = re.compile(r"""(?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")(?!\w)""")
-"""A text as `repr` shows it; an apostrophe within a word begins none."""
-
-
-class ChangedInputError(ValueError):
+class ChangedInputError(RuleError):
     """A file that the trial was planned with is not there any more, or has changed."""
-
-
-def split_remedy(text: str) -> tuple[str, str]:
-    """The rule and the way out of an error text such as "needs 9 GPUs but has 8; lower dp".
-
-    A "; " within a value that is quoted as `repr` quotes it separates nothing.
-    """
-    at = _QUOTED.sub(lambda quoted: "_" * len(quoted[0]), text).rfind("; ")
-    if "\n" in text or at < 0:
-        return text, ""
-    return text[:at], text[at + 2 :]

@@ -51,6 +51,7 @@ from corral.experiments.worker_specs import (
 )
 from corral.scheduling.allocation import Allocation, parse_allocation
 from corral.scheduling.dataflow import DataflowGraph, build_dataflow
+from corral.scheduling.errors import RuleError
 from corral.scheduling.keys import Key
 from corral.scheduling.model_function_call import (
     CallType,
@@ -145,9 +146,9 @@ class Experiment(FrozenConfig):
         """
         role, model = next(iter(self.models.items()))
         if not isinstance(model, TrainedModelConfig):
-            raise ValueError(
-                f"the first of the models, {role!r}, is the one that is published, and nothing trains it; declare its "
-                "field a TrainedModelConfig, or put another one first"
+            raise RuleError(
+                f"the first of the models, {role!r}, is the one that is published, and nothing trains it",
+                "declare its field a TrainedModelConfig, or put another one first",
             )
         return model
 

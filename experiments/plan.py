@@ -28,6 +28,7 @@ from corral.experiments.worker_specs import (
     ModelWorkerSpec,
     WorkerSpec,
 )
+from corral.scheduling.errors import RuleError
 from corral.scheduling.model_function_call import ModelName
 from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.worker_information import NUMBERS, fold_numbers, unfold_numbers
@@ -91,18 +92,18 @@ class RunPlan(FrozenConfig):
         """
         content = json.loads(text)
         if not isinstance(content, dict):
-            raise ValueError("plan.json does not hold a plan (no JSON object); submit the trial again")
+            raise RuleError("plan.json does not hold a plan (no JSON object)", "submit the trial again")
         digest = content.pop("digest", None)
         if digest != _digest(content):
-            raise ValueError(
-                f"plan.json was changed after submission (digest {digest!r}, content {_digest(content)!r}); "
-                "submit a new trial instead of editing a plan"
+            raise RuleError(
+                f"plan.json was changed after submission (digest {digest!r}, content {_digest(content)!r})",
+                "submit a new trial instead of editing a plan",
             )
         if content.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(
+            raise RuleError(
                 f"plan.json was written by another version of corral (plans of form {content.get('schema_version')}, "
-                f"this one reads form {SCHEMA_VERSION}); go on with that version, or submit a new trial that starts "
-                "from this one's exports"
+                f"this one reads form {SCHEMA_VERSION})",
+                "go on with that version, or submit a new trial that starts from this one's exports",
             )
         groups = content["workers"]
         numbers = [unfold_numbers(group.pop(NUMBERS)) for group in groups]
@@ -144,7 +145,7 @@ class RunPlan(FrozenConfig):
         """The specification of the master worker."""
         if masters := self.all_of(MasterWorkerSpec):
             return masters[0]
-        raise ValueError("the plan has no master_worker; submit the trial again")
+        raise RuleError("the plan has no master_worker", "submit the trial again")
 
     @property
     def roles(self) -> dict[ModelName, ModelRoleSpec]:
@@ -167,7 +168,7 @@ class RunPlan(FrozenConfig):
             if worker.kind == kind and worker.index == index:
                 return worker
         have = ", ".join(f"{worker.kind}/{worker.index}" for worker in self.workers)
-        raise ValueError(f"the plan has no worker {kind}/{index}; it has {have}")
+        raise RuleError(f"the plan has no worker {kind}/{index}", f"it has {have}")
 
 
 def make_run_plan(experiment: "Experiment", trial_identity: TrialIdentity, mode: Mode) -> RunPlan:
@@ -211,6 +212,6 @@ def check_models(specifications: object) -> None:
     for path in dict.fromkeys(paths):
         if read_config(path) is None:
             raise ChangedInputError(
-                f"model {path} cannot be read any more: it has no config.json; put the old folder back, or submit a "
-                "new trial"
+                f"model {path} cannot be read any more: it has no config.json",
+                "put the old folder back, or submit a new trial",
             )

@@ -21,11 +21,11 @@ from corral.experiments.errors import (
     KeyPath,
     UnsatisfiableError,
     did_you_mean,
-    split_remedy,
 )
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
 from corral.experiments.inputs.parameters import check_lora
+from corral.scheduling.errors import message_and_hint
 from corral.scheduling.worker_information import WorkerKind
 
 # Checks of groups of workers: as many as the allocation says, images that can run, nodes that they fit on.
@@ -212,7 +212,7 @@ def _of_template_arguments(experiment: Experiment) -> Iterator[ConfigProblem]:
         try:
             assert experiment.length_limits().prompts.chat
         except ValueError as error:
-            yield ConfigProblem(*split_remedy(str(error)), path=("dataset", key))
+            yield ConfigProblem(*message_and_hint(error), path=("dataset", key))
 
 
 def _of_evaluation(experiment: Experiment, evaluation: EvaluationConfig) -> Iterator[ConfigProblem]:

@@ -21,6 +21,7 @@ from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.worker_specs import DatasetSpec, MasterWorkerSpec, ModelRoleSpec, ModelWorkerSpec, WorkerSpec
 from corral.scheduling.cadence import Frequency
 from corral.scheduling.dataflow import DataflowGraph
+from corral.scheduling.errors import RuleError
 from corral.scheduling.keys import BUILT_IN_KEYS, Key, merge_keys
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PublishWeightsHook
 
@@ -127,18 +128,18 @@ def check_models(graph: DataflowGraph, roles: Sequence[ModelRoleSpec]) -> None:
     for call in graph.calls:
         has_interface = call.call_type in (CallType.INFERENCE, CallType.TRAIN_STEP) and ":" not in call.implementation
         if has_interface and call.implementation not in INTERFACE_NAMES:
-            raise ValueError(
-                f"call {call.name!r} is implemented by {call.implementation!r}, and there is no such interface; there "
-                f"are {', '.join(INTERFACE_NAMES)}, and import paths of your own"
+            raise RuleError(
+                f"call {call.name!r} is implemented by {call.implementation!r}, and there is no such interface",
+                f"there are {', '.join(INTERFACE_NAMES)}, and import paths of your own",
             )
         if call.model_name not in held:
             names = ", ".join(map(str, sorted(held)))
-            raise ValueError(
-                f"call {call.name!r} runs on {call.model_name}, and the models are {names}; "
-                "add it to the models, or let the call run on one of them"
+            raise RuleError(
+                f"call {call.name!r} runs on {call.model_name}, and the models are {names}",
+                "add it to the models, or let the call run on one of them",
             )
     if idle := sorted(held - set(graph.model_names)):
-        raise ValueError(f"no call runs on {', '.join(map(str, idle))}; remove what nothing is asked of")
+        raise RuleError(f"no call runs on {', '.join(map(str, idle))}", "remove what nothing is asked of")
 
 
 def graph_keys(
@@ -167,9 +168,10 @@ def graph_keys(
         for name in call.output_keys:
             source = own_name.get(name, name)
             if source not in own:
-                raise ValueError(
-                    f"call {call.name!r} makes key {source!r}, whose layout nobody declares; write "
-                    f'Key("{source}", "per_answer", "float32"), or what it is, in the file of {call.implementation!r}'
+                raise RuleError(
+                    f"call {call.name!r} makes key {source!r}, whose layout nobody declares",
+                    f"write "
+                    f'Key("{source}", "per_answer", "float32"), or what it is, in the file of {call.implementation!r}',
                 )
             found[name] = Key(name, own[source].layout, own[source].dtype, own[source].shape)
     for name in (name for call in calls for name in call.input_keys if name not in found):
@@ -189,13 +191,15 @@ def check_publication(graph: DataflowGraph, published: ModelName) -> None:
     publishing = [call for call in graph.calls if any(isinstance(hook, PublishWeightsHook) for hook in call.post_hooks)]
     for call in publishing:
         if call.model_name != published:
-            raise ValueError(
+            raise RuleError(
                 f"call {call.name!r} publishes the weights of {call.model_name}, and those of a trial are the ones of "
-                f"{published}, its first model; remove the hook, or name the models in another order"
+                f"{published}, its first model",
+                "remove the hook, or name the models in another order",
             )
     training = [call for call in graph.calls if call.call_type is CallType.TRAIN_STEP and call.model_name == published]
     if training and not publishing:
-        raise ValueError(
+        raise RuleError(
             f"call {training[-1].name!r} trains {published}, and no call publishes its weights: whoever generates "
-            "would keep the first ones, and exports would be copies of them; give it a PublishWeightsHook"
+            "would keep the first ones, and exports would be copies of them",
+            "give it a PublishWeightsHook",
         )

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from corral.scheduling.errors import RuleError
 from corral.scheduling.parallel import Mesh, ParallelDims
 
 GENERATION_BACKENDS = ("sglang", "hf")
@@ -96,9 +97,9 @@ class Allocation:
         }
         used = {rank for mesh in meshes.values() for rank in mesh.ranks}
         if idle := sorted(set(range(max(used, default=-1) + 1)) - used):
-            raise ValueError(
-                f"allocation {str(self)!r} leaves model_worker/{idle[0]} without a role; "
-                f"begin a share at rank {idle[0]} with @{idle[0]}, or remove the @ after it"
+            raise RuleError(
+                f"allocation {str(self)!r} leaves model_worker/{idle[0]} without a role",
+                f"begin a share at rank {idle[0]} with @{idle[0]}, or remove the @ after it",
             )
         return meshes
 
@@ -108,9 +109,9 @@ class Allocation:
                 if name in share.roles:
                     return share
         named = ", ".join(name for share in self.training for name in share.roles)
-        raise ValueError(
-            f"allocation {str(self)!r} has no layout for role {role!r}; "
-            f"add {role}=... or *=... (it names {named or 'no role'})"
+        raise RuleError(
+            f"allocation {str(self)!r} has no layout for role {role!r}",
+            f"add {role}=... or *=... (it names {named or 'no role'})",
         )
 
     def __str__(self) -> str:

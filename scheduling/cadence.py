@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
+from corral.scheduling.errors import RuleError
 from corral.scheduling.frozen import FrozenModel
 
 
@@ -58,13 +59,14 @@ def parse_frequency(text: str) -> Frequency:
         match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]+?)s?\s*", part, re.ASCII)
         number, unit = (float(match[1]), match[2]) if match else (0.0, "")
         if unit not in _UNITS or number <= 0.0 or (not _UNITS[unit] and number != int(number)):
-            raise ValueError(
+            raise RuleError(
                 "must be a number of steps, epochs, seconds, minutes or hours, such as 20 steps or 10 minutes, got "
-                f"{text!r}; write the unit behind a number above 0, and a whole number of steps or epochs"
+                f"{text!r}",
+                "write the unit behind a number above 0, and a whole number of steps or epochs",
             )
         kind = {"step": "steps", "epoch": "passes"}.get(unit, "seconds")
         if kind in found:
-            raise ValueError(f"{text!r} says twice after how many {unit}s; keep one of them")
+            raise RuleError(f"{text!r} says twice after how many {unit}s", "keep one of them")
         found[kind] = number * _UNITS[unit] if _UNITS[unit] else int(number)
     return Frequency.model_validate(found)
 

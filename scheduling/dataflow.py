@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 
+from corral.scheduling.errors import RuleError
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PushWeightsHook
 
 
@@ -36,7 +37,7 @@ class DataflowGraph:
 
     def call(self, name: str) -> ModelFunctionCall:
         if name not in self._call_by_name:
-            raise ValueError(f"no call is named {name!r}; there are {', '.join(self._call_by_name)}")
+            raise RuleError(f"no call is named {name!r}", f"there are {', '.join(self._call_by_name)}")
         return self._call_by_name[name]
 
     def makers_of(self, name: str) -> tuple[ModelFunctionCall, ...]:
@@ -127,8 +128,9 @@ def build_dataflow(calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[st
     waits: dict[str, set[str]] = {}
     for call in calls:
         if unknown := [key for key in call.input_keys if key not in producer_by_key]:
-            raise ValueError(
-                f"call {call.name!r} reads key {unknown[0]!r}, which nobody makes; {_hint(unknown[0], producer_by_key)}"
+            raise RuleError(
+                f"call {call.name!r} reads key {unknown[0]!r}, which nobody makes",
+                _hint(unknown[0], producer_by_key),
             )
         if call.call_type is not CallType.EVALUATE:
             waits[call.name] = {producer for key in call.input_keys if (producer := producer_by_key[key])}
@@ -143,7 +145,7 @@ def build_dataflow(calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[st
 def _check_names(calls: Sequence[ModelFunctionCall]) -> None:
     names = [call.name for call in calls]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"call names must be unique; {', '.join(repeated)} occurs more than once")
+        raise RuleError("call names must be unique", f"{', '.join(repeated)} occurs more than once")
 
 
 def _check_roles(calls: Sequence[ModelFunctionCall]) -> None:
@@ -153,8 +155,8 @@ def _check_roles(calls: Sequence[ModelFunctionCall]) -> None:
     for role, role_calls in calls_by_role.items():
         trains = [call.name for call in role_calls if call.call_type is CallType.TRAIN_STEP]
         if len(trains) > 1:
-            raise ValueError(
-                f"role {role!r} has {len(trains)} train steps ({', '.join(trains)}); a role is trained by one call"
+            raise RuleError(
+                f"role {role!r} has {len(trains)} train steps ({', '.join(trains)})", "a role is trained by one call"
             )
         replica_ids = sorted({call.model_name.replica_id for call in role_calls})
         if replica_ids != list(range(len(replica_ids))):
@@ -166,9 +168,9 @@ def _producer_by_key(calls: Sequence[ModelFunctionCall], dataset_keys: Iterable[
     for call in calls:
         for key in call.output_keys:
             if key in producer_by_key:
-                raise ValueError(
-                    f"key {key!r} is made by {producer_by_key[key] or 'the dataset'} and by {call.name}; a key has one "
-                    "producer, so give one of them another name with output_key_remap"
+                raise RuleError(
+                    f"key {key!r} is made by {producer_by_key[key] or 'the dataset'} and by {call.name}",
+                    "a key has one producer, so give one of them another name with output_key_remap",
                 )
             producer_by_key[key] = call.name
     return producer_by_key

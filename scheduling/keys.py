@@ -16,6 +16,8 @@ from enum import StrEnum
 from math import prod
 from types import MappingProxyType
 
+from corral.scheduling.errors import RuleError
+
 DTYPES = MappingProxyType({"bool": 1, "uint8": 1, "int16": 2, "int32": 4, "int64": 8, "float32": 4, "float64": 8})
 """Types that travel between processes as they are, and the bytes of a number."""
 
@@ -58,13 +60,15 @@ class Key:
 
     def __init__(self, name: str, layout: str, dtype: str, shape: tuple[int, ...] = ()) -> None:
         if not name.isidentifier():
-            raise ValueError(f"a key's name consists of letters, digits and _, not starting with a digit; got {name!r}")
+            raise RuleError(
+                "a key's name consists of letters, digits and _, not starting with a digit", f"got {name!r}"
+            )
         if layout not in list(KeyLayout):
-            raise ValueError(f"key {name!r} has the layout {layout!r}; layouts are {', '.join(KeyLayout)}")
+            raise RuleError(f"key {name!r} has the layout {layout!r}", f"layouts are {', '.join(KeyLayout)}")
         if dtype not in DTYPES:
-            raise ValueError(f"key {name!r} has the type {dtype!r}; types are {', '.join(DTYPES)}")
+            raise RuleError(f"key {name!r} has the type {dtype!r}", f"types are {', '.join(DTYPES)}")
         if any(size < 1 for size in shape):
-            raise ValueError(f"key {name!r} has the shape {shape}; every size is at least 1")
+            raise RuleError(f"key {name!r} has the shape {shape}", "every size is at least 1")
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "layout", KeyLayout(layout))
         object.__setattr__(self, "dtype", dtype)
@@ -203,7 +207,7 @@ def find_declared(name: str, table: DeclaredKeys) -> Key:
     if name not in table:
         closest = difflib.get_close_matches(name, table, n=1)
         hint = f"did you mean {closest[0]!r}?" if closest else f"declared are {', '.join(table)}"
-        raise ValueError(f"unknown sample key {name!r}; {hint}")
+        raise RuleError(f"unknown sample key {name!r}", hint)
     return table[name]
 
 
@@ -217,8 +221,8 @@ def merge_keys(declared: Iterable[Key]) -> DeclaredKeys:
     for key in declared:
         other = keys.setdefault(key.name, key)
         if other != key:
-            raise ValueError(
-                f"key {key.name!r} is declared as {_form(key)} and as {_form(other)}; give one of them another name"
+            raise RuleError(
+                f"key {key.name!r} is declared as {_form(key)} and as {_form(other)}", "give one of them another name"
             )
     return keys
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from corral.scheduling.errors import RuleError
 from corral.scheduling.frozen import FrozenModel
 from corral.scheduling.packing import MicroBatchSpec
 
@@ -151,9 +152,9 @@ class ModelFunctionCall(FrozenModel):
         if makes_keys and not self.output_keys:
             raise ValueError(f"call {self.name!r} is of type {self.call_type.value} and must have output_keys")
         if self.output_keys and not makes_keys:
-            raise ValueError(
-                f"call {self.name!r} is of type {self.call_type.value}, which returns statistics and no keys; "
-                f"remove output_keys {list(self.output_keys)}"
+            raise RuleError(
+                f"call {self.name!r} is of type {self.call_type.value}, which returns statistics and no keys",
+                f"remove output_keys {list(self.output_keys)}",
             )
         for hook in self.post_hooks:
             if self.call_type is not CallType.TRAIN_STEP and not isinstance(hook, OffloadHook):

@@ -14,6 +14,7 @@ from dataclasses import astuple, dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from corral.scheduling.errors import RuleError
 from corral.scheduling.worker_information import fold_numbers
 
 # m is the reference system's letter for t.
@@ -126,7 +127,7 @@ class ParallelDims:
         for letter, digits in re.findall(r"([dtmpce])([0-9]+)", text):
             name = _SIZE_BY_LETTER[letter]
             if name in sizes:
-                raise ValueError(f"layout {text!r} gives {name} twice; write each letter once")
+                raise RuleError(f"layout {text!r} gives {name} twice", "write each letter once")
             sizes[name] = int(digits)
         return cls(**sizes)
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
+from corral.scheduling.errors import RuleError
 from corral.scheduling.frozen import FrozenModel
 from corral.scheduling.slurm_formats import (
     check_environment_name,
@@ -52,7 +53,9 @@ def _word(rule: str) -> AfterValidator:
         if value is not None:
             check_plain_text(value, what=str(info.field_name))
             if not pattern.fullmatch(value):
-                raise ValueError(f"{info.field_name} {value!r} has another form than SLURM reads; it must match {rule}")
+                raise RuleError(
+                    f"{info.field_name} {value!r} has another form than SLURM reads", f"it must match {rule}"
+                )
         return value
 
     return AfterValidator(check)
@@ -61,7 +64,7 @@ def _word(rule: str) -> AfterValidator:
 def _quoted_time(value: Any) -> Any:
     # YAML 1.1 reads an unquoted 24:00:00 as 86400, which SLURM would take for 60 days of minutes.
     if isinstance(value, int | float):
-        raise ValueError(f"must be quoted, got the number {value}; write '60' for minutes or '1:00:00' for an hour")
+        raise RuleError(f"must be quoted, got the number {value}", "write '60' for minutes or '1:00:00' for an hour")
     return value
 
 
@@ -144,8 +147,8 @@ def check_extra_argument(argument: str) -> str:
     check_plain_text(argument, what="extra sbatch argument")
     match = _OPTION.fullmatch(argument)
     if match is None:
-        raise ValueError(
-            f"extra sbatch argument {argument!r} must be one long option with its value; write --name=value"
+        raise RuleError(
+            f"extra sbatch argument {argument!r} must be one long option with its value", "write --name=value"
         )
     name = match["name"].lower()
     # getopt accepts any unambiguous beginning: --job-n is --job-name too.
@@ -154,7 +157,7 @@ def check_extra_argument(argument: str) -> str:
         owned = name if name in beginnings else min(beginnings)
         why, instead = _REFUSAL_BY_OPTION[owned]
         remedy = f"leave it out: {instead}" if instead else "leave it out"
-        raise ValueError(f"extra sbatch argument {argument!r} may not be given (--{owned}), {why}; {remedy}")
+        raise RuleError(f"extra sbatch argument {argument!r} may not be given (--{owned}), {why}", remedy)
     return argument
 
 
@@ -187,9 +190,9 @@ OptionalMemoryMb = Annotated[int | None, BeforeValidator(_memory_mb)]
 def _check_image(image: str) -> None:
     check_plain_text(image, what="container_image")
     if not image.strip():
-        raise ValueError("container_image must not be empty; leave it out to run on the host")
+        raise RuleError("container_image must not be empty", "leave it out to run on the host")
     if image.startswith("-"):
-        raise ValueError(f"container_image {image!r} would be read as an option; write ./{image} if it is a file")
+        raise RuleError(f"container_image {image!r} would be read as an option", f"write ./{image} if it is a file")
 
 
 def _check_mounts(mounts: Sequence[str]) -> None:
@@ -228,7 +231,7 @@ class Scheduling(JobOptions):
     @model_validator(mode="after")
     def _gpu_type_needs_a_gpu(self) -> "Scheduling":
         if self.gpu_type is not None and self.gpu == 0:
-            raise ValueError(f"gpu_type {self.gpu_type!r} has no effect with gpu=0; set gpu or remove gpu_type")
+            raise RuleError(f"gpu_type {self.gpu_type!r} has no effect with gpu=0", "set gpu or remove gpu_type")
         return self
 
 

@@ -8,6 +8,8 @@ A value that SLURM would reject, or read as something else, is refused here with
 import re
 from dataclasses import dataclass
 
+from corral.scheduling.errors import RuleError
+
 _MINUTE_S = 60
 _HOUR_S = 60 * _MINUTE_S
 _DAY_S = 24 * _HOUR_S
@@ -48,8 +50,8 @@ def parse_time_limit(text: str) -> int:
                 )
         seconds = sum(_UNITS_S[unit] * number for unit, number in units.items())
         if seconds == 0:
-            raise ValueError(
-                f"time limit {text!r} is zero, which SLURM reads as no limit; write the longest time to run"
+            raise RuleError(
+                f"time limit {text!r} is zero, which SLURM reads as no limit", "write the longest time to run"
             )
         return seconds
     raise ValueError(f"time limit {text!r} is none of SLURM's forms: {', '.join(_TIME_LIMITS)}")
@@ -72,7 +74,7 @@ def parse_memory_mb(text: str) -> int:
     """Megabytes in a SLURM memory size, rounded up: "20G" is 20480, "512" is 512. Units are powers of 1024 there."""
     match = _MEMORY.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"memory {text!r} is not a size; write megabytes (20480) or a number with K, M, G or T (20G)")
+        raise RuleError(f"memory {text!r} is not a size", "write megabytes (20480) or a number with K, M, G or T (20G)")
     megabytes = float(match["number"]) * _MEMORY_UNITS_MB[match["unit"].upper()]
     return int(-(-megabytes // 1))
 
@@ -105,8 +107,8 @@ _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 def check_plain_text(text: str, *, what: str) -> None:
     """Refuse control characters: a newline inside a value would become a line of the batch script."""
     if match := _CONTROL.search(text):
-        raise ValueError(
-            f"{what} {text!r} holds the control character {match[0]!r} at position {match.start()}; remove it"
+        raise RuleError(
+            f"{what} {text!r} holds the control character {match[0]!r} at position {match.start()}", "remove it"
         )
 
 
@@ -122,8 +124,8 @@ def check_environment_name(name: str) -> None:
             f"environment variable name {name!r} must consist of letters, digits and _, not starting with a digit"
         )
     if name.startswith(SLURM_PREFIXES):
-        raise ValueError(
-            f"environment variable {name!r} would change what SLURM's commands do; use the scheduling fields"
+        raise RuleError(
+            f"environment variable {name!r} would change what SLURM's commands do", "use the scheduling fields"
         )
 
 

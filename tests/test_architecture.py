@@ -24,6 +24,7 @@ ALLOWED = {
 RANKS: dict[str, list[set[str]]] = {
     # Each room, or module that has none, by floor, from the ground up: a floor imports floors below it only.
     "scheduling": [
+        {"errors"},
         {
             "frozen",
             "keys",

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, RowKind
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.datasets.dataset import Dataset, Look
-from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, did_you_mean, dotted, split_remedy
+from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath, did_you_mean, dotted
 from corral.experiments.prompts.length_limits import LengthLimits
+from corral.scheduling.errors import message_and_hint
 
 MODEL_CONTEXT = "the model's max_position_embeddings"
 
@@ -86,7 +87,7 @@ def _too_long(
                 firsts.setdefault(source.name, f"{row.place}: {excess}")
                 too_long.setdefault(source.name, []).append(number)
     except ValueError as error:
-        message, hint = split_remedy(str(error))
+        message, hint = message_and_hint(error)
         problems.append(ConfigProblem(place + message, hint))
     return too_long, firsts, looked_at, frozenset(fields)
 

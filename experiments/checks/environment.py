@@ -7,7 +7,8 @@ from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.datasets.dataset import Dataset, Look
-from corral.experiments.errors import ConfigProblem, KeyPath, split_remedy
+from corral.experiments.errors import ConfigProblem, KeyPath
+from corral.scheduling.errors import message_and_hint
 
 
 def check_environment(
@@ -43,7 +44,7 @@ def check_environment(
     try:
         ChatTemplate.of_model(model)
     except ValueError as error:
-        message, hint = split_remedy(str(error))
+        message, hint = message_and_hint(error)
         yield ConfigProblem(f"an environment speaks in messages: {message}", hint, path=("actor", "path"))
     yield from check_tasks(dataset, ("dataset", "path"))
     if evaluation is None:

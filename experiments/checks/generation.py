@@ -14,11 +14,12 @@ from corral.experiments.checks.training import check_training_side
 from corral.experiments.config.cluster import GroupConfig
 from corral.experiments.config.endpoint import JudgeConfig
 from corral.experiments.config.rollout import EngineConfig, FlagValue, RolloutConfig, SglangConfig, WeightsConfig
-from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value, split_remedy
+from corral.experiments.errors import ConfigProblem, KeyPath, display_path, show_value
 from corral.experiments.inputs.decoder_config import EMBEDDED_ENGINE_MODELS, MIXTURES, decoder_sizes
 from corral.experiments.inputs.model_directory import attention_heads, context_length, inspect_model, model_type
 from corral.experiments.inputs.other_pythons import sglang_python, sglang_version
 from corral.scheduling.allocation import Allocation
+from corral.scheduling.errors import message_and_hint
 
 BUILT_GENERATION_BACKENDS = ("hf", "sglang")
 
@@ -104,7 +105,7 @@ def check_sglang(sglang: SglangConfig, *, is_used: bool, is_in_container: bool) 
     try:
         sglang_version(sglang_python(sglang))
     except ValueError as error:
-        message, hint = split_remedy(str(error))
+        message, hint = message_and_hint(error)
         key: KeyPath = ("allocation",) if sglang.python is None else ("sglang", "python")
         yield ConfigProblem(message, hint, path=key, is_of_running=True)
 

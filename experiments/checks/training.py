@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from corral.experiments.config.model import ModelConfig, TrainedModelConfig
-from corral.experiments.errors import ConfigProblem, display_path, split_remedy
+from corral.experiments.errors import ConfigProblem, display_path
 from corral.experiments.inputs.decoder_config import TENSOR_PARALLEL_MODELS, decoder_sizes, megatron_refusals
 from corral.experiments.inputs.model_directory import attention_heads, model_type, read_config, transformer_shape
 from corral.experiments.inputs.parameters import adapted_layers
 from corral.scheduling.allocation import EVERY_ROLE, Allocation
+from corral.scheduling.errors import message_and_hint
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, tensor_shapes
 from corral.scheduling.parallel import Mesh, ParallelDims, stage_layers
 
@@ -166,7 +167,7 @@ def check_training_side(allocation: Allocation, *, roles: tuple[str, ...]) -> It
     try:
         allocation.meshes(roles)
     except ValueError as error:
-        message, hint = split_remedy(str(error))
+        message, hint = message_and_hint(error)
         yield ConfigProblem(message, hint)
 
 

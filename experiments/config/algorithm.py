@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 from corral.experiments.config.base import FrozenConfig, changed
 from corral.experiments.config.presets import PRESETS, with_preset
 from corral.experiments.config.rollout import check_import_path_syntax
+from corral.scheduling.errors import RuleError
 
 INTERFACE_NAMES = ("ppo_actor", "ppo_critic", "teacher", "reward", "paired_reward", "dpo", "sft")
 """The interfaces that `corral.workers.algorithms.interfaces` has under these names."""
@@ -30,7 +31,7 @@ LEAST_PROMPTS, LEAST_TOKENS = 8, 100
 
 def _known_algorithm(name: str) -> str:
     if name not in PRESETS:
-        raise ValueError(f"must be one of {', '.join(PRESETS)}; got {name!r}")
+        raise RuleError(f"must be one of {', '.join(PRESETS)}", f"got {name!r}")
     return name
 
 
@@ -39,7 +40,7 @@ def named_or_imported(text: str, names: tuple[str, ...]) -> str:
     if ":" in text:
         return check_import_path_syntax(text)
     if text not in names:
-        raise ValueError(f"must be {', '.join(names)} or an import path, package.module:name; got {text!r}")
+        raise RuleError(f"must be {', '.join(names)} or an import path, package.module:name", f"got {text!r}")
     return text
 
 
@@ -59,9 +60,9 @@ class KLConfig(FrozenConfig):
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
         if self.place == "reward" and self.estimator not in (None, "k1"):
-            raise ValueError(f"estimator {self.estimator} has no effect with place: reward; remove it")
+            raise RuleError(f"estimator {self.estimator} has no effect with place: reward", "remove it")
         if self.target is not None and self.coef == 0.0:
-            raise ValueError("target can never be reached from coef 0; start from a coef above 0, such as 0.1")
+            raise RuleError("target can never be reached from coef 0", "start from a coef above 0, such as 0.1")
         return self
 
     @property
@@ -198,16 +199,17 @@ class PPOConfig(FrozenConfig):
             for name in [] if is_used else changed(self, names):
                 is_of_algorithm = PRESETS.get(self.algorithm or "", {}).get(name) == getattr(self, name)
                 way = f"algorithm: {self.algorithm} sets it: choose another" if is_of_algorithm else "remove it"
-                raise ValueError(f"{name} has no effect without {reason}; {way}")
+                raise RuleError(f"{name} has no effect without {reason}", way)
         if self.loss_reduction == "fixed_divisor" and self.loss_divisor is None:
-            raise ValueError("loss_reduction fixed_divisor needs loss_divisor; the most tokens of an answer is usual")
+            raise RuleError("loss_reduction fixed_divisor needs loss_divisor", "the most tokens of an answer is usual")
         if self.overlong_buffer is not None and self.overlong_buffer > (self.overlong_limit or self.overlong_buffer):
-            raise ValueError(
+            raise RuleError(
                 f"overlong_buffer {self.overlong_buffer} is more than overlong_limit {self.overlong_limit}: every "
-                "answer would be too long; a fifth of it is usual"
+                "answer would be too long",
+                "a fifth of it is usual",
             )
         if self.behav_imp_weight_mode == "truncate" and self.behav_imp_weight_cap is None:
-            raise ValueError("behav_imp_weight_mode truncate needs behav_imp_weight_cap; 5.0 is usual")
+            raise RuleError("behav_imp_weight_mode truncate needs behav_imp_weight_cap", "5.0 is usual")
         return self
 
     @property
@@ -259,9 +261,9 @@ class DPOConfig(FrozenConfig):
             ("target_margin", ("simpo",)),
         ):
             if self.loss not in losses and changed(self, [written]):
-                raise ValueError(f"{written} has no effect with loss: {self.loss}; remove it")
+                raise RuleError(f"{written} has no effect with loss: {self.loss}", "remove it")
         if self.loss_settings and ":" not in self.loss:
-            raise ValueError("loss_settings has no effect without a loss of your own; remove it")
+            raise RuleError("loss_settings has no effect without a loss of your own", "remove it")
         return self
 
     @property

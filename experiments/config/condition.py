@@ -14,6 +14,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
+from corral.scheduling.errors import RuleError
+
 _LET_THROUGH = (
     ast.BoolOp, ast.boolop, ast.UnaryOp, ast.Not, ast.USub, ast.Compare, ast.cmpop,
     ast.Name, ast.Load, ast.Constant, ast.List, ast.Tuple,
@@ -44,16 +46,16 @@ class Condition:
             ValueError: if it is none, with the way out after a semicolon.
         """
         if len(text) > _MAX_LENGTH:
-            raise ValueError(f"a condition has at most {_MAX_LENGTH} characters, this one {len(text)}; use transform")
+            raise RuleError(f"a condition has at most {_MAX_LENGTH} characters, this one {len(text)}", "use transform")
         try:
             tree = ast.parse(text.strip(), mode="eval")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             if re.search(r"(?<![<>=!])=(?!=)", text):
-                raise ValueError(f"{text!r} is no condition; write == to compare") from error
-            raise ValueError(f"{text!r} is no condition ({error}); {_RULE}") from error
+                raise RuleError(f"{text!r} is no condition", "write == to compare") from error
+            raise RuleError(f"{text!r} is no condition ({error})", _RULE) from error
         fields = tuple(dict.fromkeys(_fields(tree.body)))
         if not fields:
-            raise ValueError(f"{text!r} reads no field of a row; {_RULE}")
+            raise RuleError(f"{text!r} reads no field of a row", _RULE)
         names = ast.arguments([], [ast.arg(name) for name in fields], None, [], [], None, [])
         function = ast.fix_missing_locations(ast.Expression(ast.Lambda(names, tree.body)))
         # The tree has nothing but what `_fields` has let through.
@@ -72,7 +74,7 @@ def _fields(node: ast.AST) -> Iterator[str]:
             for child in ast.iter_child_nodes(node):
                 yield from _fields(child)
         case _:
-            raise ValueError(f"{ast.unparse(node)!r} cannot be asked of a row; {_RULE}")
+            raise RuleError(f"{ast.unparse(node)!r} cannot be asked of a row", _RULE)
 
 
 # Regular expressions in a configuration, and what they find.
@@ -89,7 +91,7 @@ def check_pattern(pattern: str) -> str:
 
 def _with_group(pattern: str) -> str:
     if re.compile(check_pattern(pattern)).groups < 1:
-        raise ValueError(f"{pattern!r} has no group; put parentheses around what is looked for")
+        raise RuleError(f"{pattern!r} has no group", "put parentheses around what is looked for")
     return pattern
 
 

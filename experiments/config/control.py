@@ -6,13 +6,14 @@ from pydantic import BeforeValidator, Field
 
 from corral.experiments.config.base import FrozenConfig
 from corral.scheduling.cadence import Frequency, parse_frequency
+from corral.scheduling.errors import RuleError
 
 
 def _frequency(value: Any) -> Any:
     if isinstance(value, str):
         parse_frequency(value)
     elif type(value) in (int, float):
-        raise ValueError(f"must have a unit, got {value}; write {value} steps, {value} epochs or {value} minutes")
+        raise RuleError(f"must have a unit, got {value}", f"write {value} steps, {value} epochs or {value} minutes")
     return value
 
 

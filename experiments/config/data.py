@@ -16,6 +16,7 @@ from corral.experiments.config.condition import Condition, FindingPattern
 from corral.experiments.config.control import Every
 from corral.experiments.config.rollout import ImportPath, SamplingConfig
 from corral.scheduling.cadence import Frequency, parse_frequency
+from corral.scheduling.errors import RuleError
 
 RowKind = Literal["prompts", "answers", "conversations", "preferences"]
 """What a row must have: a prompt; an answer besides, which prompts may have, too; one that is learned, of several turns
@@ -32,13 +33,13 @@ Named = TypeVar("Named")
 def _checked_names(value: dict[str, Named]) -> dict[str, Named]:
     for name in value:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a metric; use letters, digits, . _ and -")
+            raise RuleError(f"{name!r} is no name of a metric", "use letters, digits, . _ and -")
     return value
 
 
 def _whole_split(split: str) -> str:
     if "[" in split:
-        raise ValueError(f"split {split!r} is a part of one; name the split, and say in rows which of them")
+        raise RuleError(f"split {split!r} is a part of one", "name the split, and say in rows which of them")
     return split
 
 
@@ -146,15 +147,15 @@ class DatasetConfig(SourceConfig):
         for name, one in self.all_sources.items():
             where = f"sources.{name} has" if name else "there are"
             if one.path is not None and one.hub is not None:
-                raise ValueError(f"{where} both path and hub; keep the one that the rows come from")
+                raise RuleError(f"{where} both path and hub", "keep the one that the rows come from")
             if name and one.path is None and one.hub is None:
-                raise ValueError(f"{where} neither path nor hub; say where its rows come from")
+                raise RuleError(f"{where} neither path nor hub", "say where its rows come from")
             if one.subset is not None and one.hub is None:
-                raise ValueError(f"{where} a subset, and only data sets of `hub` have some; remove it")
+                raise RuleError(f"{where} a subset, and only data sets of `hub` have some", "remove it")
         if self.sources and (own := changed(self, _ORIGIN)):
-            raise ValueError(f"{', '.join(sorted(own))} and sources both say what the rows are; keep one of them")
+            raise RuleError(f"{', '.join(sorted(own))} and sources both say what the rows are", "keep one of them")
         if self.sampler is not None and any(one.order is not None for one in self.all_sources.values()):
-            raise ValueError("order and sampler both say which row comes next; keep one of them")
+            raise RuleError("order and sampler both say which row comes next", "keep one of them")
         return self
 
     @property

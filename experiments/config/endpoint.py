@@ -6,6 +6,7 @@ from typing import Self, TypeVar
 from pydantic import Field, model_validator
 
 from corral.experiments.config.base import FrozenConfig
+from corral.scheduling.errors import RuleError
 
 Named = TypeVar("Named")
 
@@ -13,8 +14,8 @@ Named = TypeVar("Named")
 def checked_teacher_names(teachers: dict[str, Named]) -> dict[str, Named]:
     """The teachers of sources; ValueError if one is called as no role or key of samples can be."""
     if others := [name for name in teachers if not f"teacher_{name}".isidentifier()]:
-        raise ValueError(
-            f"{others[0]!r} cannot be part of a role's name, teacher_...; call the source by letters, digits and _"
+        raise RuleError(
+            f"{others[0]!r} cannot be part of a role's name, teacher_...", "call the source by letters, digits and _"
         )
     return teachers
 
@@ -38,7 +39,7 @@ class EndpointConfig(FrozenConfig):
     @model_validator(mode="after")
     def _has_one_key(self) -> Self:
         if self.key_variable and self.key_file is not None:
-            raise ValueError("key_variable and key_file both say where the key is; remove one")
+            raise RuleError("key_variable and key_file both say where the key is", "remove one")
         return self
 
 

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from corral.experiments.config.algorithm import CriticConfig, named_or_imported
 from corral.experiments.config.base import FrozenConfig
+from corral.scheduling.errors import RuleError
 from corral.scheduling.packing import MicroBatchSpec
 
 _NOT_ADAPTED = ("lm_head", "embed_tokens", "score")
@@ -102,12 +103,12 @@ class LoraConfig(FrozenConfig):
         if self.targets is None:
             return self
         if not self.targets or not all(self.targets):
-            raise ValueError("targets names no layer, or one by an empty text; null adapts all linear layers")
+            raise RuleError("targets names no layer, or one by an empty text", "null adapts all linear layers")
         for target in self.targets:
             if target.rpartition(".")[2] in _NOT_ADAPTED:
-                raise ValueError(
-                    f"targets names {target!r}, which is no linear layer within the model's layers; leave it out: "
-                    "embeddings and the output stay as they are, and a score layer is trained whole"
+                raise RuleError(
+                    f"targets names {target!r}, which is no linear layer within the model's layers",
+                    "leave it out: embeddings and the output stay as they are, and a score layer is trained whole",
                 )
         return self
 
@@ -182,5 +183,5 @@ class RewardModelConfig(ModelConfig):
     @model_validator(mode="after")
     def _reward_is_a_score(self) -> Self:
         if self.interface == "reward" and self.head != "scalar":
-            raise ValueError("interface reward gives the score of a scalar head; set head: scalar")
+            raise RuleError("interface reward gives the score of a scalar head", "set head: scalar")
         return self

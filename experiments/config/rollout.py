@@ -18,6 +18,7 @@ from pydantic import (
 from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.endpoint import TRIAL, JudgeConfig, TeacherEndpointConfig, checked_teacher_names
 from corral.experiments.config.environment import EnvironmentConfig
+from corral.scheduling.errors import RuleError
 
 EXACT_MATCH = "corral.workers.rewards:exact_match"
 """Import path of the reward that compares with the row's answer."""
@@ -38,7 +39,7 @@ def check_import_path_syntax(text: str) -> str:
             remedy = (
                 "name the module without its folder and without .py, as in my_reward:score, and run rl-submit there"
             )
-        raise ValueError(f"must look like package.module:name; {remedy}")
+        raise RuleError("must look like package.module:name", remedy)
     return text
 
 
@@ -68,7 +69,7 @@ class RewardPart(FrozenConfig):
     @model_validator(mode="after")
     def _has_fields(self) -> Self:
         if self.function == EXACT_MATCH and self.settings:
-            raise ValueError("exact_match has no settings; remove them")
+            raise RuleError("exact_match has no settings", "remove them")
         return self
 
 
@@ -82,10 +83,10 @@ def reward_parts(value: Any) -> Any:
         return {check_import_path_syntax(value).partition(":")[2]: RewardPart(function=value)}
     if isinstance(value, Mapping):
         if not value:
-            raise ValueError("must have a part; name a function, such as {right: {function: my_rewards:score}}")
+            raise RuleError("must have a part", "name a function, such as {right: {function: my_rewards:score}}")
         for name in value:
             if not _PART_NAME.fullmatch(str(name)):
-                raise ValueError(f"a part's name is letters, digits, underscores and dashes, got {name!r}; rename it")
+                raise RuleError(f"a part's name is letters, digits, underscores and dashes, got {name!r}", "rename it")
         return {name: {"function": part} if isinstance(part, str) else part for name, part in value.items()}
     return value
 
@@ -148,9 +149,10 @@ class SamplingConfig(FrozenConfig):
     @classmethod
     def _samples_from_the_model(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and (written := _PENALTIES & data.keys()):
-            raise ValueError(
+            raise RuleError(
                 f"{', '.join(sorted(written))} would change the generator's logits by what it has said, and not the "
-                "trainer's, whose log-probabilities are compared with them; penalise repetition in the reward"
+                "trainer's, whose log-probabilities are compared with them",
+                "penalise repetition in the reward",
             )
         return data
 
@@ -158,7 +160,7 @@ class SamplingConfig(FrozenConfig):
     @classmethod
     def _some_tokens_are_left(cls, value: int) -> int:
         if value == 0:
-            raise ValueError("must be -1 (all tokens) or at least 1, got 0; write -1 to sample from all tokens")
+            raise RuleError("must be -1 (all tokens) or at least 1, got 0", "write -1 to sample from all tokens")
         return value
 
 
@@ -268,15 +270,16 @@ class RolloutConfig(GenerationConfig):
     @model_validator(mode="after")
     def _shows_answers_to_prompts(self) -> Self:
         if self.demonstrations is not None and self.makes_episodes:
-            raise ValueError("demonstrations are answers to prompts, and no episodes; remove agent or environment")
+            raise RuleError("demonstrations are answers to prompts, and no episodes", "remove agent or environment")
         return self
 
     @model_validator(mode="after")
     def _schedules_no_longer_answers(self) -> Self:
         if (longest := max(self.length_schedule.values(), default=0)) > self.sampling.max_new_tokens:
-            raise ValueError(
+            raise RuleError(
                 f"length_schedule has {longest} tokens, and sampling.max_new_tokens, by which memory is planned, is "
-                f"{self.sampling.max_new_tokens}; raise that"
+                f"{self.sampling.max_new_tokens}",
+                "raise that",
             )
         return self
 
@@ -395,7 +398,7 @@ class SglangConfig(FrozenConfig):
     def _flags_are_free(cls, value: dict[str, FlagValue]) -> dict[str, FlagValue]:
         for name in value:
             if not _FLAG.fullmatch(name):
-                raise ValueError(f"{name!r} is no flag of SGLang; write it as mem-fraction-static")
+                raise RuleError(f"{name!r} is no flag of SGLang", "write it as mem-fraction-static")
             for flag, reason in _WHY_NOT.items():
                 # SGLang completes flags that are written in part.
                 if flag.startswith(name) or (flag.endswith("-") and name.startswith(flag)):
@@ -450,8 +453,8 @@ class WeightsConfig(FrozenConfig):
     @classmethod
     def _is_absolute(cls, value: Path) -> Path:
         if not value.is_absolute():
-            raise ValueError(
-                f"must be the same place on every host, got the relative path {str(value)!r}; begin it with /"
+            raise RuleError(
+                f"must be the same place on every host, got the relative path {str(value)!r}", "begin it with /"
             )
         return value
 

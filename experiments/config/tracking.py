@@ -7,6 +7,7 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, model_validator
 
 from corral.experiments.config.base import FrozenConfig
+from corral.scheduling.errors import RuleError
 
 PACKAGE_BY_TRACKER: Mapping[str, str | None] = {
     "tensorboard": "tensorboard",
@@ -20,7 +21,7 @@ PACKAGE_BY_TRACKER: Mapping[str, str | None] = {
 
 def _known(name: str) -> str:
     if name not in PACKAGE_BY_TRACKER and not re.fullmatch(r"[\w.]+:\w+", name):
-        raise ValueError(f"there is no tracker {name!r}; {', '.join(PACKAGE_BY_TRACKER)}, or package.module:name")
+        raise RuleError(f"there is no tracker {name!r}", f"{', '.join(PACKAGE_BY_TRACKER)}, or package.module:name")
     return name
 
 

@@ -77,7 +77,7 @@ def index_rows(rows: RowFiles, config: SourceConfig, *, before: str, left_out: C
                 index.values.append(_number_in(order, values[-1]))
         where.check()
     except RowError as error:
-        raise PlacedError(f"{rows.place(number)}: {error.rule}", error.hint) from error
+        raise PlacedError(f"{rows.place(number)}: {error.message}", error.hint) from error
     except (ValueError, RecursionError) as error:
         # It is the next one that could not be read.
         raise PlacedError(f"{rows.place(number + 1)}: row is not JSON: {error}", ONE_A_LINE) from error
@@ -224,13 +224,14 @@ class Dataset(Mapping[str, DatasetRow]):
                 digest = fingerprint(one.files)
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
                 raise ChangedInputError(
-                    f"dataset {name_of(config)} cannot be read any more ({error.strerror}: {error.filename}); put the "
-                    "old file back, or submit a new trial"
+                    f"dataset {name_of(config)} cannot be read any more ({error.strerror}: {error.filename})",
+                    "put the old file back, or submit a new trial",
                 ) from error
             if digest != one.sha256:
                 raise ChangedInputError(
                     f"dataset {name_of(config)} has changed since the trial was submitted (sha256 {digest[:12]}, "
-                    f"plan {one.sha256[:12]}); put the old file back, or submit a new trial"
+                    f"plan {one.sha256[:12]})",
+                    "put the old file back, or submit a new trial",
                 )
             left_out = frozenset(number - 1 for number in unfold_numbers(one.too_long))
             opened.append(Source(name, config, spec.row_kind, one.files, open_rows(one.files), digest, left_out))
@@ -301,7 +302,7 @@ class Look:
         try:
             names = source.index.numbers
         except PlacedError as error:
-            self.problems.append(ConfigProblem(error.rule, error.hint))
+            self.problems.append(ConfigProblem(error.message, error.hint))
             return
         self.num_rows += len(names)
         if not names:
@@ -324,9 +325,9 @@ class Look:
             try:
                 row = source.read(number, row_id)
             except RowError as error:
-                if error.rule not in known:  # of rows with the same mistake the first one is enough
-                    self.problems.append(ConfigProblem(f"{source.rows.place(number)}: {error.rule}", error.hint))
-                known.add(error.rule)
+                if error.message not in known:  # of rows with the same mistake the first one is enough
+                    self.problems.append(ConfigProblem(f"{source.rows.place(number)}: {error.message}", error.hint))
+                known.add(error.message)
                 if len(self.problems) >= _MAX_PROBLEMS:
                     return
                 continue
@@ -357,7 +358,7 @@ def dataset_spec(
         try:
             num_rows = len(one.index.numbers) - len(left_out)
         except PlacedError as error:
-            raise ConfigError.of(error.rule, hint=error.hint) from error
+            raise ConfigError.of(error.message, hint=error.hint) from error
         lines = fold_numbers(number + 1 for number in left_out)
         sources[one.name] = SourceSpec(files=one.files, num_rows=num_rows, too_long=lines, sha256=one.sha256)
     return DatasetSpec(config=config, row_kind=kind, sources=sources)

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from corral.experiments.config.data import DatasetConfig, SourceConfig
 from corral.experiments.datasets.row_files import ArrowRows, JsonLines, RowFile, RowFiles
-from corral.experiments.errors import ConfigProblem, closest, display_path, split_remedy
+from corral.experiments.errors import ConfigProblem, closest, display_path
 from corral.experiments.own_python import own_python
 from corral.experiments.regular_file import open_regular, read_regular
+from corral.scheduling.errors import RuleError, message_and_hint
 
 if TYPE_CHECKING:
     import pyarrow
@@ -62,21 +63,22 @@ def files_in_cache(name: str, *, subset: str | None, split: str | None) -> tuple
             command, env={**os.environ, **_OFFLINE}, capture_output=True, timeout=_DEADLINE_S, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise ValueError(
-            f"the library `datasets` has not found {name} in the cache within {_DEADLINE_S:.0f} s; "
-            "write the split to a file once, with to_parquet, and name that in `path`"
+        raise RuleError(
+            f"the library `datasets` has not found {name} in the cache within {_DEADLINE_S:.0f} s",
+            "write the split to a file once, with to_parquet, and name that in `path`",
         ) from error
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise ValueError(f"the library `datasets` cannot be asked for {name}: {said[-1]}; pip install 'datasets>=5.2'")
+        raise RuleError(f"the library `datasets` cannot be asked for {name}: {said[-1]}", "pip install 'datasets>=5.2'")
     answer = json.loads(done.stdout.splitlines()[-1])
     if splits := answer.get("splits"):
-        raise ValueError(f"{name} has several splits; set split to {' or '.join(splits)}")
+        raise RuleError(f"{name} has several splits", f"set split to {' or '.join(splits)}")
     if "problem" in answer:
         asked = f"{name!r}, {subset!r}" if subset else repr(name)
-        raise ValueError(
+        raise RuleError(
             f"{name} is not in this user's cache as it is asked for ({answer['problem']}), and nothing is downloaded "
-            f"here; fetch it once where there is a network: python -c \"__import__('datasets').load_dataset({asked})\""
+            f"here",
+            f"fetch it once where there is a network: python -c \"__import__('datasets').load_dataset({asked})\"",
         )
     return tuple(map(Path, answer["files"]))
 
@@ -119,15 +121,15 @@ def find_files(config: SourceConfig) -> tuple[Path, ...]:
         return files_in_cache(config.hub, subset=config.subset, split=config.split)
     path = config.path
     if path is None:
-        raise ValueError("no file is named; name one in `path`, or a data set of the hub in `hub`")
+        raise RuleError("no file is named", "name one in `path`, or a data set of the hub in `hub`")
     is_pattern = any(mark in path.name for mark in "*?[") and not path.exists()
     if config.split is not None and (is_pattern or path.exists()) and not (path / _SPLITS).exists():
         way = "remove split, or let path be the pattern of its files, such as data/train-*.parquet"
-        raise ValueError(f"{display_path(path)} has no splits, and split asks for {config.split!r}; {way}")
+        raise RuleError(f"{display_path(path)} has no splits, and split asks for {config.split!r}", way)
     if is_pattern:
         found = sorted(path.parent.glob(path.name))
         if not found:
-            raise ValueError(f"no file is called {display_path(path)}; check the pattern")
+            raise RuleError(f"no file is called {display_path(path)}", "check the pattern")
         return tuple(found)
     if not path.is_dir():
         return (path,)
@@ -137,7 +139,7 @@ def find_files(config: SourceConfig) -> tuple[Path, ...]:
 def unreadable(config: SourceConfig, error: OSError | ValueError) -> ConfigProblem:
     """What is wrong with a source whose files cannot be found, or read."""
     if not isinstance(error, OSError):
-        return ConfigProblem(*split_remedy(str(error)))
+        return ConfigProblem(*message_and_hint(error))
     named = display_path(Path(error.filename)) if error.filename else name_of(config)
     reason = (error.strerror or str(error)).lower()
     hint = "check the path; in an experiment file it is relative to that file's folder"
@@ -158,7 +160,7 @@ def open_rows(files: tuple[Path, ...], content: bytes | None = None) -> RowFiles
         return RowFiles({display_path(file): JsonLines(content) for file in files}, line_word=":")
     kinds = {file: _kind_of(file) for file in files}
     if len(found := sorted(set(kinds.values()))) > 1:
-        raise ValueError(f"{' and '.join(found)} stand side by side in {files[0].parent}; name those of one kind")
+        raise RuleError(f"{' and '.join(found)} stand side by side in {files[0].parent}", "name those of one kind")
     opened: dict[str, RowFile] = {}
     for file, kind in kinds.items():
         if kind == "JSON lines":
@@ -201,9 +203,9 @@ def _kind_of(file: Path) -> str:
             return kind
     for beginning, kind in _OTHER_KINDS.items():
         if first.startswith(beginning):
-            raise ValueError(f"{display_path(file)} is {kind}; unpack it")
+            raise RuleError(f"{display_path(file)} is {kind}", "unpack it")
     if first.partition(b"\n")[0].strip() == b"[":
-        raise ValueError(f"{display_path(file)} is a JSON array; write one JSON object a line: jq -c '.[]' FILE")
+        raise RuleError(f"{display_path(file)} is a JSON array", "write one JSON object a line: jq -c '.[]' FILE")
     return "CSV" if file.suffix in (".csv", ".tsv") else "JSON lines"
 
 
@@ -215,7 +217,7 @@ def _saved_by_datasets(folder: Path, split: str | None) -> tuple[Path, ...]:
             near = closest(split, splits) if split else None
             asked = f"has no split {split!r}" if split else f"has {len(splits)} splits"
             ways = f"set split to {near or ' or '.join(splits)}, or let path name the folder of one"
-            raise ValueError(f"{display_path(folder)} {asked}; {ways}")
+            raise RuleError(f"{display_path(folder)} {asked}", ways)
         folder = folder / split
     if not (folder / _SAVED).exists():
         return ()
@@ -226,7 +228,7 @@ def _in_folder(folder: Path) -> tuple[Path, ...]:
     paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     found = tuple(path for path in paths if path.suffix in _SUFFIXES)
     if not found:
-        raise ValueError(f"{display_path(folder)} has no file that ends with {', '.join(_SUFFIXES)}; name another one")
+        raise RuleError(f"{display_path(folder)} has no file that ends with {', '.join(_SUFFIXES)}", "name another one")
     return found
 
 
@@ -248,7 +250,7 @@ def _write_arrow(path: Path, file: Path, kind: str) -> None:
                 writer.write_table(pyarrow.Table.from_batches([batch]), max_chunksize=_ROWS_PER_BATCH)
     except (pyarrow.ArrowException, UnicodeError) as error:
         way = "write it anew, in UTF-8" if isinstance(error, UnicodeError) else "write it anew"
-        raise ValueError(f"{display_path(file)} cannot be read as {kind}: {error}; {way}") from error
+        raise RuleError(f"{display_path(file)} cannot be read as {kind}: {error}", way) from error
 
 
 def _parquet_batches(file: Path) -> "tuple[pyarrow.Schema, Iterator[pyarrow.RecordBatch]]":

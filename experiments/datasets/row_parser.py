@@ -19,6 +19,7 @@ from corral.experiments.config.data import ColumnsConfig, RowKind
 from corral.experiments.errors import closest, show_value
 from corral.experiments.prompts.messages import ToolSchema, check_tools, from_json_text, json_text, plain_messages
 from corral.experiments.prompts.row_prompts import Answer, Prompt, is_ids
+from corral.scheduling.errors import RuleError
 
 _MAX_ID_LENGTH = 128
 _TEMPERATURES = (0.01, 10.0)
@@ -52,12 +53,8 @@ class DatasetRow:
     temperature: float | None = None
 
 
-class RowError(ValueError):
+class RowError(RuleError):
     """What is wrong with a row."""
-
-    def __init__(self, rule: str, hint: str) -> None:
-        super().__init__(f"{rule}; {hint}")
-        self.rule, self.hint = rule, hint
 
 
 @dataclass(frozen=True, slots=True)

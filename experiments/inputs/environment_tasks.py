@@ -17,6 +17,7 @@ from corral.experiments.config.base import merged
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.inputs.other_pythons import environment_python, verifiers_version
 from corral.experiments.trial.leftovers import temporary_folder
+from corral.scheduling.errors import RuleError
 
 _PLUGINS = Path(__file__).parents[2] / "workers" / "environments" / "plugins"
 _START = "import runpy, sys; sys.path.append(sys.argv.pop(1)); runpy.run_module('corral_host', None, '__main__', True)"
@@ -79,9 +80,9 @@ def _run(config: EnvironmentConfig, settings: Mapping[str, Any], folder: Path) -
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise ValueError(
-            f"environment {config.id} has not listed its tasks within {LOAD_TIMEOUT_S:g} s; "
-            "ask for fewer tasks by rollout.environment.num_tasks"
+        raise RuleError(
+            f"environment {config.id} has not listed its tasks within {LOAD_TIMEOUT_S:g} s",
+            "ask for fewer tasks by rollout.environment.num_tasks",
         ) from error
     except OSError:
         verifiers_version(python)  # which says it better
@@ -89,7 +90,7 @@ def _run(config: EnvironmentConfig, settings: Mapping[str, Any], folder: Path) -
     if done.returncode:
         verifiers_version(python)
         said = done.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {done.returncode}"]
-        raise ValueError(
-            f"environment {config.id} cannot be loaded by {python}: {said[-1]}; mend rollout.environment, or "
-            f"install it there: {python} -m pip install ..."
+        raise RuleError(
+            f"environment {config.id} cannot be loaded by {python}: {said[-1]}",
+            f"mend rollout.environment, or install it there: {python} -m pip install ...",
         )

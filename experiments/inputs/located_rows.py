@@ -21,6 +21,7 @@ from corral.experiments.datasets.formats import cache_folder, find_files, name_o
 from corral.experiments.errors import ConfigError, ConfigProblem, KeyPath
 from corral.experiments.inputs.users_process import users_process
 from corral.experiments.trial.leftovers import temporary_folder
+from corral.scheduling.errors import RuleError
 
 _TRANSFORM_TIMEOUT_S = 3600.0
 
@@ -66,13 +67,13 @@ def _transformed(config: SourceConfig, files: tuple[Path, ...]) -> Path:
                 process.wait(_TRANSFORM_TIMEOUT_S)
             is_late = process.poll() is None
         if is_late:
-            raise ValueError(
-                f"{config.transform} has not been through {name_of(config)} within {_TRANSFORM_TIMEOUT_S:.0f} s; "
-                "take fewer rows, or write what it makes to a file once"
+            raise RuleError(
+                f"{config.transform} has not been through {name_of(config)} within {_TRANSFORM_TIMEOUT_S:.0f} s",
+                "take fewer rows, or write what it makes to a file once",
             )
         if process.returncode:
             words = said.read_bytes()[-2000:].decode(errors="replace").strip() or "it said nothing"
-            raise ValueError(f"{config.transform} fails on {name_of(config)}: {words}; mend it, and submit again")
+            raise RuleError(f"{config.transform} fails on {name_of(config)}: {words}", "mend it, and submit again")
         with output.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return output.replace(cache / f"{digest[:32]}.jsonl")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import SglangConfig
+from corral.scheduling.errors import RuleError
 
 _TIMEOUT_S = 60.0  # an interpreter on a cold network file system
 
@@ -50,7 +51,7 @@ def _version(python: Path, package: str, *, called: str, remedy: str) -> str:
     try:
         done = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"there is no {called}: {python} cannot be run ({error}); {remedy}") from error
+        raise RuleError(f"there is no {called}: {python} cannot be run ({error})", remedy) from error
     if done.returncode:
-        raise ValueError(f"there is no {called}: {python} does not have it installed; {remedy}")
+        raise RuleError(f"there is no {called}: {python} does not have it installed", remedy)
     return done.stdout.strip()

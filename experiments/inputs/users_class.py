@@ -19,8 +19,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from corral.experiments.config.rollout import check_import_path_syntax
-from corral.experiments.errors import ConfigError, KeyPath, did_you_mean, display_path, split_remedy
+from corral.experiments.errors import ConfigError, KeyPath, did_you_mean, display_path
 from corral.experiments.inputs.users_process import add_users_root, check_not_hidden, users_root
+from corral.scheduling.errors import RuleError, message_and_hint
 
 
 def import_class(import_path: str, base: type, *, path: KeyPath) -> type[Any]:
@@ -36,7 +37,7 @@ def import_class(import_path: str, base: type, *, path: KeyPath) -> type[Any]:
     try:
         check_import_path_syntax(import_path)
     except ValueError as error:
-        raise _refusal(str(error), import_path, path) from error
+        raise _refusal("", error, import_path, path) from error
     module_name, _, name = import_path.partition(":")
     module = _import(module_name, import_path, path)
     where = display_path(Path(module.__file__ or module_name))
@@ -47,18 +48,19 @@ def import_class(import_path: str, base: type, *, path: KeyPath) -> type[Any]:
     found = getattr(module, name)
     if not isinstance(found, type) or not issubclass(found, base):
         what = "a class of another kind" if isinstance(found, type) else "no class"
-        raise _refusal(
-            f"{where}: {name} is {what}, and has to be derived from {base.__module__}:{base.__name__}; "
-            "derive it from one of those that corral has, such as corral.experiments.row_experiment:SFTExperiment",
-            import_path,
-            path,
+        raise ConfigError.of(
+            f"{where}: {name} is {what}, and has to be derived from {base.__module__}:{base.__name__}",
+            hint="derive it from one of those that corral has, such as corral.experiments.row_experiment:SFTExperiment",
+            path=path,
+            shown=import_path,
         )
     if undefined := sorted(getattr(found, "__abstractmethods__", ())):
-        text = (
-            f"{where}:{inspect.getsourcelines(found)[1]}: {name} does not define {', '.join(undefined)}; define what "
-            "is missing, or derive it from a class that has it"
+        raise ConfigError.of(
+            f"{where}:{inspect.getsourcelines(found)[1]}: {name} does not define {', '.join(undefined)}",
+            hint="define what is missing, or derive it from a class that has it",
+            path=path,
+            shown=import_path,
         )
-        raise _refusal(text, import_path, path)
     return found
 
 
@@ -80,9 +82,9 @@ def naming_users_line(made_by: type, *, path: KeyPath, shown: str) -> Iterator[N
         raise
     except Exception as error:
         if is_users:
-            raise _refusal(f"{_place(error, lambda name: name == file)}{_message(error)}", shown, path) from error
+            raise _refusal(_place(error, lambda name: name == file), error, shown, path) from error
         if isinstance(error, ValueError):
-            raise _refusal(_message(error), "", ()) from error
+            raise _refusal("", error, "", ()) from error
         raise
 
 
@@ -102,22 +104,20 @@ def _import(module_name: str, import_path: str, path: KeyPath) -> ModuleType:
                 path=path,
                 shown=import_path,
             ) from error
-        text = f"cannot import {module_name}: {_place(error, _is_imported)}{_message(error)}"
-        raise _refusal(text, import_path, path) from error
+        before = f"cannot import {module_name}: {_place(error, _is_imported)}"
+        raise _refusal(before, error, import_path, path) from error
     finally:
         sys.path[:] = path_before
 
 
-def _refusal(text: str, shown: str, path: KeyPath) -> ConfigError:
-    message, hint = split_remedy(text)
-    return ConfigError.of(message, hint=hint, path=path, shown=shown)
-
-
-def _message(error: BaseException) -> str:
+def _refusal(before: str, error: BaseException, shown: str, path: KeyPath) -> ConfigError:
     """What an error says, with its kind where that alone tells what it is about."""
+    message, hint = message_and_hint(error)
     if isinstance(error, ValidationError):
-        return "; ".join(details["msg"].removeprefix("Value error, ") for details in error.errors())
-    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        message = "; ".join(details["msg"].removeprefix("Value error, ") for details in error.errors())
+    elif type(error) not in (ValueError, RuleError):
+        message = f"{type(error).__name__}: {message}"
+    return ConfigError.of(f"{before}{message}", hint=hint, path=path, shown=shown)
 
 
 def _place(error: BaseException, is_users: Callable[[str], bool]) -> str:

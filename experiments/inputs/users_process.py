@@ -25,6 +25,7 @@ from corral.experiments.inputs.users_code import Declared, Findings, Problem, Qu
 from corral.experiments.own_python import own_python, python_path
 from corral.experiments.trial.leftovers import temporary_folder
 from corral.experiments.trial.tether import die_with_parent
+from corral.scheduling.errors import RuleError
 
 _GRACE_S = 10.0
 _SAYS_SO_AFTER_S = 1.0
@@ -60,9 +61,9 @@ def check_not_hidden(import_path: str, root: Path) -> None:
     spec = find_spec(name) if own else None
     found = spec.origin if spec is not None else None
     if found is not None and Path(found).resolve() not in own:
-        raise ValueError(
-            f"{own[0]} is not what Python imports as {name}: the environment has a module of this name ({found}); "
-            "rename yours"
+        raise RuleError(
+            f"{own[0]} is not what Python imports as {name}: the environment has a module of this name ({found})",
+            "rename yours",
         )
 
 

@@ -24,9 +24,9 @@ from corral.experiments.errors import (
     leaves,
     shorten,
     show_value,
-    split_remedy,
 )
 from corral.experiments.loading.schema import field_at, key_paths, model_at, purpose
+from corral.scheduling.errors import message_and_hint
 
 Model = TypeVar("Model", bound=BaseModel)
 _LARGEST = 1_000_000_000
@@ -251,7 +251,7 @@ def _rule(details: ErrorDetails, written: str) -> tuple[str, str]:
     """
     kind, context = details["type"], details.get("ctx", {})
     if kind == "value_error":
-        return split_remedy(str(context["error"]))
+        return message_and_hint(context["error"])
     if kind == "literal_error":
         expected = str(context["expected"])
         options = [option.strip("'") for part in expected.split(", ") for option in part.split(" or ")]

@@ -22,9 +22,9 @@ from corral.experiments.errors import (
     display_path,
     dotted,
     shorten,
-    split_remedy,
 )
 from corral.experiments.regular_file import open_regular
+from corral.scheduling.errors import RuleError, message_and_hint
 
 MAX_FILE_BYTES = 1 << 20
 MAX_DEPTH = 20  # mappings and lists inside each other; the schema needs five
@@ -118,11 +118,11 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
     if _INT.fullmatch(text) or _PREFIXED_INT.fullmatch(text):
         return _integer(text)
     if _NON_FINITE.fullmatch(text):
-        raise ValueError(f"numbers must be finite, got {text}; leave the key out where no bound is meant")
+        raise RuleError(f"numbers must be finite, got {text}", "leave the key out where no bound is meant")
     if _FLOAT.fullmatch(text):
         number = float(text)
         if not math.isfinite(number):
-            raise ValueError(f"numbers must be finite, got {shorten(text)}; quote it if it is text")
+            raise RuleError(f"numbers must be finite, got {shorten(text)}", "quote it if it is text")
         return number
     return text
 
@@ -130,7 +130,7 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
 def _integer(text: str) -> int:
     number = int(text, {"0o": 8, "0x": 16}.get(text[:2], 10)) if len(text) <= _MAX_DIGITS else None
     if number is None or number.bit_length() > _MAX_INT_BITS:
-        raise ValueError(f"integers must fit 64 bits, got {shorten(text)}; quote it if it is text")
+        raise RuleError(f"integers must fit 64 bits, got {shorten(text)}", "quote it if it is text")
     return number
 
 
@@ -219,7 +219,7 @@ class _Builder:
             try:
                 return plain_scalar(node.value)
             except ValueError as error:
-                rule, remedy = split_remedy(str(error))
+                rule, remedy = message_and_hint(error)
                 self._note(rule, remedy, path, line)
                 return None
         for character in node.value:

@@ -42,6 +42,7 @@ from corral.experiments.prompts.chat_template import (
 from corral.experiments.prompts.messages import Message, ToolSchema, plain_messages, with_text_arguments
 from corral.experiments.prompts.tokens import encode_answer, eos_token_ids, first_place, load_tokenizer
 from corral.experiments.prompts.tool_calls import ToolCall
+from corral.scheduling.errors import RuleError
 
 _OTHER = "\ue000"  # of no text
 _ALONE = "write each answer as a row of its own"
@@ -184,7 +185,7 @@ class ChatRenderer:
         self._check_written(plain, tools)
         text = self.template.render(plain, tools=tools, asks=False)
         if not text.startswith(given):
-            raise ValueError("the model's chat template does not go on from what the prompt begins; leave it out")
+            raise RuleError("the model's chat template does not go on from what the prompt begins", "leave it out")
         encoding = self.tokenizer.encode(text, add_special_tokens=False)
         ids, tokens = list(encoding.ids), list(zip(encoding.ids, encoding.offsets, strict=True))
         spans, end = list[tuple[int, int]](), 0
@@ -199,9 +200,10 @@ class ChatRenderer:
                 begins = asked.removeprefix(self.template.render(plain[:number], tools=tools, asks=False))
                 found = text.rfind(begins, end, first) if begins else -1
                 if found < 0:
-                    raise ValueError(
+                    raise RuleError(
                         "the model's chat template does not begin an answer in a conversation as it does behind a "
-                        f"prompt, so what the assistant says cannot be told from the rest; {_ALONE}"
+                        "prompt, so what the assistant says cannot be told from the rest",
+                        _ALONE,
                     )
                 start = found + len(begins)
             bound = self._place_of(text, plain, number + 1, tools=tools)[0] if number + 1 < len(plain) else len(text)
@@ -210,7 +212,7 @@ class ChatRenderer:
             # Where an answer of the history ends otherwise than the last one, it is with a mark of the same kind.
             ends += [span for token, span in behind if token in self.tokenizer.get_added_tokens_decoder()]
             if not ends and number + 1 < len(plain):
-                raise ValueError(f"the model's chat template ends an answer with no token of its own; {_ALONE}")
+                raise RuleError("the model's chat template ends an answer with no token of its own", _ALONE)
             if not ends:  # The last answer ends with what a next message begins with.
                 following = ASKED
                 for call in message.get("tool_calls", ()):
@@ -221,7 +223,7 @@ class ChatRenderer:
                 ids.append(next((token for token in next_ids if token in self.stop_token_ids), self.stop_token_ids[0]))
             end = ends[0][1] if ends else len(text)
             if not _is_said(message, text[start:end]):
-                raise ValueError(f"the model's chat template does not write what messages[{number}] says; change it")
+                raise RuleError(f"the model's chat template does not write what messages[{number}] says", "change it")
             spans.append((max(start, len(given)), end))
         # A token of both, what stands before an answer and what is said, is one that the prompt would not end with.
         is_said = [any(start <= first < end for start, end in spans) for _, (first, _) in tokens]
@@ -332,7 +334,7 @@ class ChatRenderer:
         )
         begun, is_written, behind = text.rpartition(SAID)
         if not is_written:
-            raise ValueError("the model's chat template does not write what the last message begins; leave it out")
+            raise RuleError("the model's chat template does not write what the last message begins", "leave it out")
         return begun if behind.startswith(" ") else begun.rstrip()
 
     def _check_written(self, plain: Sequence[Message], tools: Sequence[ToolSchema]) -> None:
@@ -345,8 +347,8 @@ class ChatRenderer:
         }
         for what, is_there in has.items():
             if is_there and what in self.unwritten:
-                raise ValueError(
-                    f"the model's chat template does not write {what}; leave them out, or use another model"
+                raise RuleError(
+                    f"the model's chat template does not write {what}", "leave them out, or use another model"
                 )
 
     def _place_of(

@@ -39,6 +39,7 @@ from corral.experiments.prompts.tool_calls import (
     json_form_in,
 )
 from corral.experiments.regular_file import read_regular
+from corral.scheduling.errors import RuleError
 
 ASKED = {"role": "user", "content": "q"}
 _PROBED_QUESTION = {"role": "user", "content": "probed question"}
@@ -74,15 +75,18 @@ class ChatTemplate:
         config = read_settings(directory / "tokenizer_config.json")
         sources = _sources(directory, config)
         if "default" not in sources:
-            raise ValueError(
+            raise RuleError(
                 f"model {directory} has no chat template: neither chat_template.jinja nor a chat_template in "
-                "tokenizer_config.json; use the instruction-tuned model, add its template, or give prompts as text"
+                "tokenizer_config.json",
+                "use the instruction-tuned model, add its template, or give prompts as text",
             )
         environment = _environment()
         try:
             templates = {name: environment.from_string(source) for name, source in sources.items()}
         except TemplateError as error:
-            raise ValueError(f"the chat template of model {directory} is broken: {error}; download it again") from error
+            raise RuleError(
+                f"the chat template of model {directory} is broken: {error}", "download it again"
+            ) from error
         tokens = {name: _text_of(config[name]) for name in _SPECIAL_TOKENS if config.get(name) is not None}
         reads = set[str]().union(*(find_undeclared_variables(environment.parse(one)) for one in sources.values()))
         template = cls(templates, tokens, reads=frozenset(reads - set(_GIVEN))).with_arguments(arguments)
@@ -100,7 +104,7 @@ class ChatTemplate:
         """
         if unread := sorted(arguments.keys() - self.reads):
             known = ", ".join(sorted(self.reads - set(_SPECIAL_TOKENS))) or "none"
-            raise ValueError(f"the model's chat template takes no argument {unread[0]!r}; it takes: {known}")
+            raise RuleError(f"the model's chat template takes no argument {unread[0]!r}", f"it takes: {known}")
         return replace(self, arguments={**self.arguments, **arguments})
 
     @property

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from corral.scheduling.errors import RuleError
+
 Message = Mapping[str, Any]
 """As OpenAI's chat API has it: role, content, and what else the role has."""
 ToolSchema = Mapping[str, Any]
@@ -66,7 +68,7 @@ def _plain_message(message: object) -> dict[str, Any]:
         raise ValueError(f"is no object but {type(message).__name__}")
     plain = {key: value for key, value in message.items() if value is not None}
     if plain.get("role") not in _ROLES:
-        raise ValueError(f"has role {plain.get('role')!r}; the roles are {', '.join(_ROLES)}")
+        raise RuleError(f"has role {plain.get('role')!r}", f"the roles are {', '.join(_ROLES)}")
     if plain["role"] == "developer":  # the later name of the same role, which few templates know
         plain["role"] = "system"
     if "content" in plain:
@@ -114,8 +116,8 @@ def _joined_text(content: object) -> str:
         texts = [part.get("text") for part in content if part.get("type") == "text"]
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             return "".join(map(str, texts))
-    raise ValueError(
-        "has content that is neither text nor a list of text parts; nothing else can be shown to the model"
+    raise RuleError(
+        "has content that is neither text nor a list of text parts", "nothing else can be shown to the model"
     )
 
 

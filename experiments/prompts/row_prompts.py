@@ -25,6 +25,7 @@ from corral.experiments.prompts.tokens import (
     load_tokenizer,
     vocabulary_size,
 )
+from corral.scheduling.errors import RuleError
 
 if TYPE_CHECKING:
     from corral.experiments.prompts.chat import ChatRenderer
@@ -69,7 +70,7 @@ class PromptEncoder:
         ids = self.encode(prompt, tools=tools)
         if len(ids) > max_tokens:
             limit = f"dataset.max_prompt_tokens {max_tokens}"
-            raise ValueError(f"the prompt has {len(ids)} tokens, more than {limit}; shorten it")
+            raise RuleError(f"the prompt has {len(ids)} tokens, more than {limit}", "shorten it")
         return ids
 
     def encode(self, prompt: Prompt, *, tools: Sequence[ToolSchema] = ()) -> list[int]:
@@ -95,7 +96,7 @@ class PromptEncoder:
         """
         if prompt and (isinstance(prompt, str) or is_ids(prompt)):
             if not isinstance(answer, str):
-                raise ValueError("the answer is messages, and the prompt is none; write both in the same way")
+                raise RuleError("the answer is messages, and the prompt is none", "write both in the same way")
             given = self.encode(prompt)
             ids = [*given, *encode_answer(self.tokenizer, answer), self.end_of_answer]
             return LearnedSequence(ids, [place < len(given) for place in range(len(ids))])
@@ -125,9 +126,9 @@ class PromptEncoder:
     def _known(self, prompt: Sequence[int]) -> list[int]:
         ids, size = list(prompt), self.vocabulary_size
         if unknown := [token for token in ids if not 0 <= token < size]:
-            raise ValueError(
-                f"the prompt has token id {unknown[0]}, and model {self.directory} has those below {size}; "
-                "encode prompts with the tokenizer of the model that is trained"
+            raise RuleError(
+                f"the prompt has token id {unknown[0]}, and model {self.directory} has those below {size}",
+                "encode prompts with the tokenizer of the model that is trained",
             )
         return ids
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corral.experiments.regular_file import read_regular
+from corral.scheduling.errors import RuleError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,7 +38,7 @@ def load_tokenizer(directory: Path) -> "Tokenizer":
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exceptions
-        raise ValueError(f"cannot use the tokenizer {path}: {error}; download it again") from error
+        raise RuleError(f"cannot use the tokenizer {path}: {error}", "download it again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -52,9 +53,10 @@ def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
     encoding = encoded(tokenizer, prompt, add_special_tokens=True)
     ids, is_added = encoding.ids, encoding.special_tokens_mask
     if len(ids) > 1 and ids[0] == ids[1] and is_added[0]:
-        raise ValueError(
+        raise RuleError(
             f"the prompt begins with {tokenizer.id_to_token(ids[0])}, which the tokenizer puts before every text, so "
-            "that it would be there twice; remove it from the text, or write the prompt as messages"
+            "that it would be there twice",
+            "remove it from the text, or write the prompt as messages",
         )
     return list(ids)
 
@@ -133,7 +135,7 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     listed = [value for entry in declared for value in (entry if isinstance(entry, list) else [entry])]
     ids = dict.fromkeys(value for value in listed if isinstance(value, int) and not isinstance(value, bool))
     if not ids:
-        raise ValueError(f"model {directory} names no eos_token_id in generation_config.json or config.json; add one")
+        raise RuleError(f"model {directory} names no eos_token_id in generation_config.json or config.json", "add one")
     return tuple(ids)
 
 
@@ -163,5 +165,5 @@ def read_settings(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ValueError(f"cannot read {path}: {error}; download it again") from error
+        raise RuleError(f"cannot read {path}: {error}", "download it again") from error
     return content if isinstance(content, dict) else {}

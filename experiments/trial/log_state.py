@@ -22,15 +22,15 @@ from typing import Final, Literal
 
 import msgspec
 
-from corral.experiments.errors import split_remedy
 from corral.experiments.exit_codes import UserError
+from corral.scheduling.errors import HintedError, message_and_hint
 from corral.scheduling.policy_version import PolicyVersion
 
 MOST_COMMITS: Final = 64
 """That a state has room for, and so of which checkpoints can be kept."""
 
 
-class TrialLogError(UserError):
+class TrialLogError(HintedError, UserError):
     """Base of:
 
     SupersededError      a higher epoch was claimed
@@ -193,9 +193,7 @@ class LogState:
         """
         slot = self.next_slot
         if refusal := self.refusal(entry):
-            raise CorruptLogError(
-                f"slot {slot:08d} of the trial log holds {entry}, but {split_remedy(str(refusal))[0]}"
-            )
+            raise CorruptLogError(f"slot {slot:08d} of the trial log holds {entry}, but {message_and_hint(refusal)[0]}")
         match entry:
             case Claim():
                 state = replace(self, epoch=entry.epoch, owner=entry.owner, claim_slot=slot, stop=None)
@@ -220,10 +218,11 @@ class LogState:
         if not isinstance(entry, Claim) and entry.epoch not in (None, self.epoch):
             return SupersededError(
                 f"epoch {entry.epoch} was superseded by epoch {self.epoch} of {self.owner} in slot "
-                f"{self.claim_slot:08d}; exit, that one continues from the last commit"
+                f"{self.claim_slot:08d}",
+                "exit, that one continues from the last commit",
             )
         if self.done:
-            return DoneError(f"epoch {self.done.epoch} finished this trial; exit, or start a new one")
+            return DoneError(f"epoch {self.done.epoch} finished this trial", "exit, or start a new one")
         if isinstance(entry, Claim):
             return None if entry.epoch == self.epoch + 1 else ValueError(f"the next epoch is {self.epoch + 1}")
         if self.stop:
@@ -257,5 +256,5 @@ def stopped_error(stop: Stop) -> StoppedError:
     """Says who has stopped a trial, and how it goes on."""
     reason = f" ({stop.reason})" if stop.reason else ""
     return StoppedError(
-        f"{stop.by} stopped this trial{reason}; exit, `rl-submit --resume` continues from the last commit"
+        f"{stop.by} stopped this trial{reason}", "exit, `rl-submit --resume` continues from the last commit"
     )

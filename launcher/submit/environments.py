@@ -10,12 +10,13 @@ from pathlib import Path
 
 from corral.experiments.config.base import parts_of
 from corral.experiments.datasets.dataset import Dataset
-from corral.experiments.errors import ConfigError, ConfigProblem, split_remedy
+from corral.experiments.errors import ConfigError, ConfigProblem
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.environment_tasks import find_environment
 from corral.experiments.plan import RunPlan, check_models
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.worker_specs import DatasetSpec, RolloutWorkerSpec
+from corral.scheduling.errors import message_and_hint
 
 
 def listed_rows(experiment: Experiment, directory: TrialDirectory) -> Mapping[Path, bytes]:
@@ -46,11 +47,11 @@ def check_inputs(plan: RunPlan) -> None:
         try:
             Dataset.planned(spec)
         except (OSError, ValueError) as error:
-            problems.append(ConfigProblem(*split_remedy(str(error))))
+            problems.append(ConfigProblem(*message_and_hint(error)))
     try:
         check_models(plan.workers)
     except ValueError as error:
-        problems.append(ConfigProblem(*split_remedy(str(error))))
+        problems.append(ConfigProblem(*message_and_hint(error)))
     if problems:
         raise ConfigError(problems)
 
@@ -67,7 +68,7 @@ def changed_environment(plan: RunPlan) -> tuple[str, ...]:
     try:
         found = find_environment(config)
     except ValueError as error:
-        message, hint = split_remedy(str(error))
+        message, hint = message_and_hint(error)
         raise ConfigError.of(message, hint=hint, path=("rollout", "environment", "id")) from error
     if found.sha256 == spec.sha256 and dict(found.packages) == spec.packages:
         return ()

@@ -72,7 +72,7 @@ def test_keys_are_those_of_what_the_code_makes_however_it_is_written(ask: Ask) -
         (
             ("per_answer", "per_prompt"),
             "mine:mine",
-            "ppo.advantage: cannot be imported: ValueError: .*per_prompt.*mine.py:6",
+            "ppo.advantage: cannot be imported: RuleError: .*per_prompt.*mine.py:6",
         ),
         (
             ("settings.require_ppo()", "settings.ppo_settings"),
