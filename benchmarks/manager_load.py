@@ -48,6 +48,7 @@ from corral.experiments.config.rollout import RolloutConfig  # noqa: E402 - foun
 from corral.experiments.datasets.dataset import Dataset  # noqa: E402
 from corral.experiments.plan import RunPlan  # noqa: E402
 from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
+from corral.experiments.trial.guarded_listener import GuardedListener  # noqa: E402
 from corral.experiments.trial.secrets import TrialSecrets  # noqa: E402
 from corral.experiments.trial.trust import Trust  # noqa: E402
 from corral.experiments.worker_specs import GserverManagerSpec  # noqa: E402
@@ -70,7 +71,7 @@ from corral.workers.requests.manager_messages import (  # noqa: E402
 )
 from corral.workers.rollout import rollout_worker  # noqa: E402
 from corral.workers.streams.https import serve  # noqa: E402
-from corral.workers.streams.rpc import AsyncRequestClient  # noqa: E402
+from corral.workers.streams.rpc import ServerClient  # noqa: E402
 from corral.workers.streams.security import StreamSecurity  # noqa: E402
 from tests.launcher.trials import make_plan  # noqa: E402
 from tests.name_services import running  # noqa: E402
@@ -84,7 +85,7 @@ PROBE_PAUSE_S = 0.02
 SETTLE_S = 15.0  # who has just begun to wait is not who waits
 GOAL_CORES, GOAL_P99_MS = 0.5, 50.0
 
-Client = AsyncRequestClient[ManagerRequest, ManagerReply]
+Client = ServerClient[ManagerRequest, ManagerReply]
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,9 @@ async def _serve(load: Load, pipe: Connection) -> None:
         for index in range(load.servers):
             application = web.Application()
             application.add_routes([web.get("/ready", well), web.post("/bring_to", bring_to)])
-            url = await serve(web.AppRunner(application, access_log=None), LOOPBACK, tls)
+            url = await serve(
+                web.AppRunner(application, access_log=None), LOOPBACK, tls, GuardedListener(timeout_s=600.0)
+            )
             record = json.dumps({"url": url, "control": url, "incarnation": "a", "place": ""})
             lease = names.lease(load.keys.generation_server(index), record, ttl_s=30.0, owner=f"server-{index}")
             stack.enter_context(lease)

@@ -32,7 +32,6 @@ from corral.workers.requests.messages import (
     TrainReply,
     TrainStep,
 )
-from corral.workers.streams.calls import RequestId
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.security import StreamSecurity
@@ -83,7 +82,6 @@ class StubRank:
             server="master_worker",
             on_message=self._receive,
             on_up=self._say_hello,
-            on_down=lambda reason: None,
         )
 
     def _say_hello(self) -> None:
@@ -133,7 +131,8 @@ class StubRank:
             self._waiting = ""
 
     def _reply(self, request_id: str, payload: ReplyPayload) -> None:
-        self.link.send(self.codec.encode(payload, epoch=RequestId.parse(request_id).epoch, request_id=request_id))
+        epoch = int(request_id.partition(":")[0])
+        self.link.send(self.codec.encode(payload, epoch=epoch, request_id=request_id))
 
 
 async def _serve(security: StreamSecurity, endpoint: str, ranks: range, **each: int) -> list[StubRank]:

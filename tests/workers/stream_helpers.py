@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.workers.requests.client import RequestClient
+from corral.workers.requests.client import RankClient
 from corral.workers.requests.messages import ReplyPayload, Request
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.loop_thread import LoopThread
 from corral.workers.streams.router import Peer
-from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
+from corral.workers.streams.rpc import RequestServer, ServerClient
 from corral.workers.streams.security import StreamSecurity
 
 LOOPBACK = "127.0.0.1"
@@ -62,7 +62,7 @@ def start_stub(name: str, *arguments: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-async def ask(client: RequestClient, worker: str, request: Request, *, deadline_s: float) -> ReplyPayload:
+async def ask(client: RankClient, worker: str, request: Request, *, deadline_s: float) -> ReplyPayload:
     """One worker's answer."""
     return (await client.post({worker: request}, deadline_s=deadline_s).results())[worker]
 
@@ -78,8 +78,8 @@ def echo(security: StreamSecurity, *, address: str = LOOPBACK) -> Iterator[str]:
     async def handle(peer: Peer, request: Words) -> Words:
         return request
 
-    async def start() -> AsyncRequestServer[Words]:
-        return AsyncRequestServer(security, Words, handle, address=address, roles={"master_worker"}, purpose="echo")
+    async def start() -> RequestServer[Words]:
+        return RequestServer(security, Words, handle, address=address, roles={"master_worker"}, purpose="echo")
 
     thread = LoopThread("echo")
     try:
@@ -94,7 +94,7 @@ def echo(security: StreamSecurity, *, address: str = LOOPBACK) -> Iterator[str]:
 
 async def said(endpoint: str, text: str, security: StreamSecurity, *, deadline_s: float) -> str:
     """What an `echo` answers."""
-    client = AsyncRequestClient[Words, Words](security, Words, lambda: endpoint, server="model_worker/3")
+    client = ServerClient[Words, Words](security, Words, lambda: endpoint, server="model_worker/3")
     async with client:
         return (await client.request(Words(text), deadline_s=deadline_s)).text
 

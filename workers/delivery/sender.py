@@ -313,7 +313,7 @@ class TrajectorySender(AsyncClosing):
             server=f"trajectory receiver {index}",
             on_message=lambda message: self._receive(index, message.body),
             on_up=lambda: self._send(index, self._codec.encode(SenderHello(), epoch=0)),
-            on_down=lambda reason: self._handle_down(index),
+            on_down=lambda: self._handle_down(index),
             bulk=True,
         )
 

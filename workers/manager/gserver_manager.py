@@ -58,7 +58,7 @@ from corral.workers.requests.manager_messages import (
 )
 from corral.workers.streams.https import open_session
 from corral.workers.streams.router import Peer
-from corral.workers.streams.rpc import AsyncRequestServer
+from corral.workers.streams.rpc import RequestServer
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class GserverManager(Worker):
         await self._take_in_commits()
         async with (
             open_session(context.trust.client(), max_connections=0) as session,  # two of each server at most
-            AsyncRequestServer[ManagerRequest](
+            RequestServer[ManagerRequest](
                 context.security,
                 ManagerRequest,
                 self._answer,

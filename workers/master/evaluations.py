@@ -51,7 +51,7 @@ from corral.workers.requests.manager_messages import (
 from corral.workers.requests.messages import HeldOutReply, StatsReply, TrainNotice
 from corral.workers.streams.closing import AsyncClosing, cancel
 from corral.workers.streams.errors import StreamTimeoutError
-from corral.workers.streams.rpc import AsyncRequestClient
+from corral.workers.streams.rpc import ServerClient
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class Evaluations(AsyncClosing):
         asked = EvaluateVersion(epoch=self._epoch.writer.epoch, version=str(version))
         self.progress = f"evaluation of version {version}"
         is_told = False
-        async with AsyncRequestClient[ManagerRequest, ManagerReply](
+        async with ServerClient[ManagerRequest, ManagerReply](
             context.security, ManagerReply, lambda: context.names.get(context.keys.manager()), server=MANAGER
         ) as manager:
             while True:

@@ -31,7 +31,7 @@ from corral.scheduling.model_function_call import ModelName
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.lifecycle.worker import WorkerContext
 from corral.workers.master.sample_source import BufferedSample, buffered
-from corral.workers.requests.client import PendingReplies, RequestClient
+from corral.workers.requests.client import RankClient
 from corral.workers.requests.messages import (
     ClearDataCache,
     Fetch,
@@ -51,6 +51,7 @@ from corral.workers.requests.messages import (
     WrittenReply,
 )
 from corral.workers.streams.errors import PeerDeadError, RemoteError, StreamTimeoutError
+from corral.workers.streams.rpc import PendingReplies
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,7 +89,7 @@ class Arrivals:
         await arrivals.take()   # [BufferedSample(owner=1, ...), ...]
     """
 
-    def __init__(self, client: RequestClient, worker_by_rank: Mapping[int, str], *, wake: Callable[[], None]) -> None:
+    def __init__(self, client: RankClient, worker_by_rank: Mapping[int, str], *, wake: Callable[[], None]) -> None:
         """
         Args:
             worker_by_rank: ids of those that receive.
@@ -97,7 +98,7 @@ class Arrivals:
         self._client = client
         self._worker_by_rank = worker_by_rank
         self._wake = wake
-        self._asked: dict[int, PendingReplies] = {}
+        self._asked: dict[int, PendingReplies[ReplyPayload]] = {}
 
     async def take(self) -> list[BufferedSample]:
         """What has arrived since the last call, each with the rank that holds it; who has answered is asked again.
@@ -108,7 +109,7 @@ class Arrivals:
         for rank, worker in self._worker_by_rank.items():
             asked = self._asked.get(rank)
             if asked is not None:
-                if not asked.is_complete:
+                if asked.missing:
                     continue
                 arrived += _samples({rank: (await asked.results())[worker]})
             request = Fetch(max_samples=_FETCH_AT_MOST, wait_s=_FETCH_WAIT_S)
@@ -130,14 +131,14 @@ class TrainerGroup:
         self.news = asyncio.Event()
         """Set when samples have arrived, and when a worker has died; who looks at either clears it first."""
         self._lost_because = ""
-        self._unwritten: list[PendingReplies] = []
+        self._unwritten: list[PendingReplies[ReplyPayload]] = []
 
     async def __aenter__(self) -> Self:
         """Publish where the master listens, and wait until all model workers of one start are connected."""
         context = self._context
         with ExitStack() as stack:
             self._client = stack.enter_context(
-                RequestClient(
+                RankClient(
                     context.security,
                     address=context.address,
                     epoch=self._epoch,

@@ -300,7 +300,7 @@ class ModelWorker(Worker):
         request, beat = envelope.request, self.context.presence.beat
         match request:
             case Initialize():
-                return self._initialize(request, epoch=envelope.request_id.epoch)
+                return self._initialize(request, epoch=envelope.epoch)
             case Generate():
                 return MetadataReply.of(self._models.generate(request))
             case Inference():

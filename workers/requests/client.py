@@ -1,4 +1,4 @@
-"""RequestClient: the master's end of the request stream.
+"""RankClient: the master's end of the request stream, which binds.
 
     post({worker: request}) --one request id--> workers --replies--> PendingReplies.results()
     attach({worker: request}) --with the next message to this worker, without a reply of its own
@@ -14,7 +14,6 @@ A worker is known from its Hello on:
 """
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
@@ -25,127 +24,16 @@ from corral.workers.requests.messages import (
     PiggybackedRequest,
     ReplyPayload,
     Request,
-    StaleReply,
     WorkerRequest,
 )
-from corral.workers.streams.calls import ErrorReply, RequestId, remote_error
 from corral.workers.streams.closing import Closing
 from corral.workers.streams.codec import Buffer, Message, MessageCodec
-from corral.workers.streams.errors import (
-    MalformedMessageError,
-    PeerDeadError,
-    StaleEpochError,
-    StreamClosedError,
-    StreamError,
-    StreamTimeoutError,
-)
+from corral.workers.streams.errors import MalformedMessageError, PeerDeadError, StreamClosedError, StreamTimeoutError
 from corral.workers.streams.router import Peer, RouterEndpoint
+from corral.workers.streams.rpc import PendingReplies, RequestClient
 from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
-
-
-# PendingReplies: what has come, and what is still to come, of one request to some workers.
-#
-# RequestClient.post() ──what each worker was told──► await_reply() ──► frames_for(): to tell it again
-# RequestClient, on a reply or a death; the deadline ──payload or error, once for each worker──► end()
-#                                                                                                 │
-# results(): all payloads, or the first error ◄── one future ─────────────────────────────────────┘
-
-
-class PendingReplies:
-    """Replies that are on their way, of one request to some workers. Belongs to the client's loop."""
-
-    def __init__(
-        self,
-        requests: Mapping[str, Request],
-        request_id: str,
-        *,
-        deadline_s: float,
-        listed: dict[str, "PendingReplies"],
-    ) -> None:
-        """
-        Args:
-            requests: by worker.
-            deadline_s: from now; what is missing then ends with a `StreamTimeoutError`.
-            listed: has this under its request id for as long as something is missing.
-        """
-        what = "/".join(sorted({type(request).__name__ for request in requests.values()}))
-        self.request_id = request_id
-        self.asked = f"{what} {request_id}"
-        """The request, for messages: "TrainStep 3:17"."""
-        self._listed = listed
-        self._missing: dict[str, list[Buffer]] = {worker: [] for worker in requests}
-        self._payloads: dict[str, ReplyPayload] = {}
-        # One future for all of them: a future and a deadline per worker would cost more than the messages.
-        loop = asyncio.get_running_loop()
-        self._done: asyncio.Future[None] = loop.create_future()
-        self._done.add_done_callback(_mark_seen)
-        self._deadline = loop.call_later(deadline_s, self._expire, deadline_s)
-        listed[request_id] = self
-        if not self._missing:
-            self._complete()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether a payload or an error has come of every worker."""
-        return not self._missing
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        """The workers of which neither a payload nor an error has come."""
-        return tuple(self._missing)
-
-    def await_reply(self, worker: str, frames: list[Buffer]) -> None:
-        """This is what the worker is told."""
-        self._missing[worker] = frames
-
-    def frames_for(self, worker: str) -> list[Buffer]:
-        """What a worker that is connected anew must be told again; nothing if it has answered, or was not asked."""
-        return self._missing.get(worker, [])
-
-    async def results(self) -> dict[str, ReplyPayload]:
-        """Every worker's payload, or the first error.
-
-        Raises:
-            RemoteError: if a worker's handler raised.
-            StaleEpochError: if a worker follows a newer master.
-            PeerDeadError: if a worker's process is gone.
-            StreamTimeoutError: if a worker did not answer before the deadline.
-        """
-        await self._done
-        return self._payloads
-
-    def when_settled(self, callback: Callable[[], None]) -> None:
-        """Call this once `results` has something to say."""
-        self._done.add_done_callback(lambda _: callback())
-
-    def end(self, worker: str, end: ReplyPayload | StreamError) -> None:
-        """What has come of a worker; what comes of it after that is late, and nobody waits for it."""
-        if self._missing.pop(worker, None) is None:
-            return
-        if not isinstance(end, StreamError):
-            self._payloads[worker] = end
-        elif not self._done.done():
-            self._done.set_exception(end)
-        if not self._missing:
-            self._complete()
-
-    def _complete(self) -> None:
-        self._deadline.cancel()
-        self._listed.pop(self.request_id, None)
-        if not self._done.done():
-            self._done.set_result(None)
-
-    def _expire(self, deadline_s: float) -> None:
-        for worker in self.missing:
-            self.end(worker, StreamTimeoutError(f"{worker} did not answer {self.asked} within {deadline_s:.1f} s"))
-
-
-def _mark_seen(future: "asyncio.Future[None]") -> None:
-    """Whoever awaits the replies gets the error; nobody has to."""
-    if not future.cancelled():
-        future.exception()
 
 
 @dataclass(slots=True)
@@ -153,31 +41,18 @@ class _KnownWorker:
     """What the master's end knows of one worker, and has yet to tell it."""
 
     hello: Hello
-    identity: bytes | None
+    identity: bytes | None = None
     """None while it is not connected."""
-    is_dead: bool = False
-    grace_timer: asyncio.TimerHandle | None = None
+    num_hellos: int = 0
     piggybacked: tuple[PiggybackedRequest, ...] = ()
     """What goes with the next message to it."""
 
-    def death(self, asked: str) -> PeerDeadError:
-        """What a request that it will not answer ends with."""
-        name, pid = self.hello.worker, self.hello.pid
-        return PeerDeadError(
-            f"{name} (pid {pid}) died before it answered {asked}; see the end of its log for the reason"
-        )
 
-    def end_grace(self) -> None:
-        if self.grace_timer is not None:
-            self.grace_timer.cancel()
-            self.grace_timer = None
-
-
-class RequestClient(Closing):
+class RankClient(RequestClient[WorkerRequest, ReplyPayload], Closing):
     """Sends requests to the model workers. All methods belong to the loop's thread.
 
     Example:
-        with RequestClient(security, address="10.0.0.7", epoch=3) as client:
+        with RankClient(security, address="10.0.0.7", epoch=3) as client:
             names.add(keys.master_stream(), client.endpoint)
             await client.wait_for_workers(workers, timeout_s=300)
             step = client.post({worker: TrainStep(...) for worker in actors}, deadline_s=600)
@@ -193,7 +68,7 @@ class RequestClient(Closing):
         epoch: int,
         workers: Set[str] | None = None,
         reconnect_grace_s: float = 3.0,
-        on_worker_dead: Callable[[str], None] | None = None,
+        on_worker_dead: Callable[[str], None] = lambda _: None,
     ) -> None:
         """
         Args:
@@ -203,33 +78,29 @@ class RequestClient(Closing):
             reconnect_grace_s: how long a disconnected worker may stay away before it counts as dead.
             on_worker_dead: called once for each worker that died or was replaced by a new process.
         """
-        self._epoch = epoch
+        codec: MessageCodec[FromWorker] = MessageCodec(FromWorker, trial_uuid=security.trial_uuid)
+        super().__init__(codec, epoch=epoch)
         self._expected = workers
         self._reconnect_grace_s = reconnect_grace_s
         self._on_worker_dead = on_worker_dead
-        self._codec: MessageCodec[FromWorker] = MessageCodec(FromWorker, trial_uuid=security.trial_uuid)
-        self._sequence = itertools.count(1)
         self._worker_by_id: dict[str, _KnownWorker] = {}
+        """Those that live, as far as is known."""
+        self._gone: dict[str, str] = {}
+        """What a request ends with that a worker gets after its death, by worker id."""
         self._worker_by_identity: dict[bytes, _KnownWorker] = {}
-        self._pending: dict[str, PendingReplies] = {}
-        """In the order of posting, by request id as it is written: what a reply names is looked up, and not read."""
         self._arrival = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
         self._is_closed = False
         self._router = RouterEndpoint(
             security,
-            self._codec,
+            codec,
             address=address,
             roles={"model_worker"},
             purpose="requests",
             on_message=self._receive,
             on_peer_gone=self._handle_peer_gone,
         )
-
-    @property
-    def endpoint(self) -> str:
+        self.endpoint = self._router.endpoint
         """Where workers connect: "tcp://host:port"."""
-        return self._router.endpoint
 
     def hello_of(self, worker: str) -> Hello | None:
         """How a worker that is connected introduced itself; None if it is not here."""
@@ -258,38 +129,31 @@ class RequestClient(Closing):
                 f"({len(wanted) - len(missing())} of {len(wanted)} workers are here); see their logs"
             ) from error
 
-    def post(self, requests: Mapping[str, Request], *, deadline_s: float) -> PendingReplies:
-        """Send one request to some workers now, under one id, and wait for the replies later.
+    def post(self, requests: Mapping[str, Request], *, deadline_s: float) -> PendingReplies[ReplyPayload]:
+        """Send one request to some workers now, with what was attached for them, and wait for the replies later.
 
         Each worker starts the blocking ones after whatever was posted to it before. Nothing is awaited while posting,
         so that of two requests which two workers share, both start the one that was posted first, first.
 
         Args:
-            requests: by worker id, and all of one type; they may differ in what each rank gets. One object that several
-                workers get, one after the other, is encoded once.
+            requests: by worker id, and all of one type; they may differ in what each rank gets.
             deadline_s: from now; then the replies that are missing are a `StreamTimeoutError`.
         """
-        request_id = str(RequestId(self._epoch, next(self._sequence)))
-        replies = PendingReplies(requests, request_id, deadline_s=deadline_s, listed=self._pending)
-        # A step posts to a thousand workers some times: what they have in common is made once.
-        encoded: WorkerRequest | None = None
-        frames: list[Buffer] = []
+        # A step posts to a thousand workers some times: what they have in common is one object, and encoded once.
+        told: dict[str, WorkerRequest] = {}
+        last: WorkerRequest | None = None
         for worker_id, request in requests.items():
-            worker, asked = self._worker_by_id.get(worker_id), replies.asked
-            if worker is None or worker.is_dead:
-                unknown = PeerDeadError(f"{worker_id} got {asked} but has not said hello; wait_for_workers first")
-                replies.end(worker_id, worker.death(asked) if worker else unknown)
-                continue
-            piggybacked, worker.piggybacked = worker.piggybacked, ()
-            if encoded is None or encoded.request is not request or encoded.piggybacked is not piggybacked:
-                encoded = WorkerRequest(request=request, piggybacked=piggybacked)
-                frames = self._codec.encode(encoded, epoch=self._epoch, request_id=request_id, deadline_s=deadline_s)
-            replies.await_reply(worker_id, frames)
-            self._send(worker, frames)
-        return replies
+            piggybacked: tuple[PiggybackedRequest, ...] = ()
+            if (worker := self._worker_by_id.get(worker_id)) is not None:
+                piggybacked, worker.piggybacked = worker.piggybacked, ()
+            if last is None or last.request is not request or last.piggybacked is not piggybacked:
+                last = WorkerRequest(request=request, piggybacked=piggybacked)
+            told[worker_id] = last
+        name = "/".join(sorted({type(request).__name__ for request in requests.values()}))
+        return self.ask(told, deadline_s=deadline_s, name=name)
 
     def attach(self, requests: Mapping[str, PiggybackedRequest]) -> None:
-        """Let each of these ride with the next message to its worker: it costs no message, and has no own answer.
+        """Let each of these ride with the next message to its worker: it costs no message, and has no own reply.
 
         They are done in the order in which they were attached, and none of them twice; those of a worker that dies, or
         that gets no further message, are not done.
@@ -299,89 +163,70 @@ class RequestClient(Closing):
                 worker.piggybacked += (request,)
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        for worker in self._worker_by_id.values():
-            worker.end_grace()
-        for replies in list(self._pending.values()):
-            for worker_id in replies.missing:
-                replies.end(worker_id, StreamClosedError("the master's request stream was closed"))
-        self._router.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self.fail(lambda _: StreamClosedError("the master's request stream was closed"))
+            self._router.close()
 
-    # --- sending ----------------------------------------------------------------------------------------------------
+    # --- the link -----------------------------------------------------------------------------------------------------
 
-    def _send(self, worker: _KnownWorker, frames: list[Buffer]) -> None:
-        if worker.identity is None:
-            return  # it is sent when the worker comes back
-        try:
-            self._router.send(worker.identity, frames)
-        except PeerDeadError:
-            self._handle_peer_gone(worker.identity)
-
-    # --- receiving --------------------------------------------------------------------------------------------------
+    def send(self, peer: str, frames: list[Buffer]) -> None:
+        worker = self._worker_by_id.get(peer)
+        if worker is None:
+            gone = self._gone.get(peer, f"{peer} got %s but has not said hello; wait_for_workers first")
+            self.fail(lambda asked: PeerDeadError(gone % asked), peer=peer)
+        elif worker.identity is not None:  # else it is sent when the worker comes back
+            try:
+                self._router.send(worker.identity, frames)
+            except PeerDeadError:
+                self._handle_peer_gone(worker.identity)
 
     def _receive(self, peer: Peer, message: Message[FromWorker]) -> None:
         body = message.body
         if isinstance(body, Hello):
             self._welcome(peer.identity, body)
+        elif (worker := self._worker_by_identity.get(peer.identity)) is not None:
+            self.receive(worker.hello.worker, message.request_id, body)
         else:
-            self._settle(peer.identity, message.request_id, body)
+            raise MalformedMessageError("a reply came before a hello")
 
     def _welcome(self, identity: bytes, hello: Hello) -> None:
         if self._expected is not None and hello.worker not in self._expected:
             raise MalformedMessageError(f"a hello came of {hello.worker[:64]!r}, which is no worker of this stream")
         worker = self._worker_by_id.get(hello.worker)
         if worker is not None and worker.hello.incarnation != hello.incarnation:
-            self._bury(worker)
+            self._bury(worker, worker.num_hellos)
             worker = None
         if worker is None:
-            worker = self._worker_by_id[hello.worker] = _KnownWorker(hello, identity)
+            worker = self._worker_by_id[hello.worker] = _KnownWorker(hello)
             logger.info("%s (pid %d) is connected", hello.worker, hello.pid)
         if worker.identity is not None:
             self._worker_by_identity.pop(worker.identity, None)
-        worker.end_grace()
-        worker.is_dead = False
-        worker.hello = hello
-        worker.identity = identity
+        worker.num_hellos += 1
+        worker.hello, worker.identity = hello, identity
         self._worker_by_identity[identity] = worker
-        for replies in self._pending.values():
-            if frames := replies.frames_for(hello.worker):
-                self._send(worker, frames)
+        self.send_again(hello.worker)
         self._arrival.set()
-
-    def _settle(self, identity: bytes, request_id: str, reply: ReplyPayload) -> None:
-        worker = self._worker_by_identity.get(identity)
-        if worker is None:
-            raise MalformedMessageError("a reply came before a hello")
-        if (replies := self._pending.get(request_id)) is None:
-            return  # nobody waits for it any more
-        worker_id = worker.hello.worker
-        if isinstance(reply, StaleReply):
-            replies.end(worker_id, StaleEpochError(peer=worker_id, epoch=self._epoch, max_epoch=reply.max_epoch))
-        elif isinstance(reply, ErrorReply):
-            replies.end(worker_id, remote_error(f"{worker_id} ({replies.asked})", reply))
-        else:
-            replies.end(worker_id, reply)
 
     # --- liveness ---------------------------------------------------------------------------------------------------
 
     def _handle_peer_gone(self, identity: bytes) -> None:
         worker = self._worker_by_identity.pop(identity, None)
-        if worker is None or worker.is_dead or self._is_closed:  # a dead one was replaced by another process
-            return
+        if worker is None or self._worker_by_id.get(worker.hello.worker) is not worker:
+            return  # it was replaced by another process
         worker.identity = None
         logger.warning("%s disconnected; it has %.1f s to come back", worker.hello.worker, self._reconnect_grace_s)
-        worker.grace_timer = self._loop.call_later(self._reconnect_grace_s, self._bury, worker)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._reconnect_grace_s, self._bury, worker, worker.num_hellos)
 
-    def _bury(self, worker: _KnownWorker) -> None:
-        """The process behind this worker id is gone for good."""
-        worker.end_grace()
-        if worker.is_dead:
+    def _bury(self, worker: _KnownWorker, num_hellos: int) -> None:
+        """The process behind this worker id is gone for good, unless it has said hello again."""
+        name, pid = worker.hello.worker, worker.hello.pid
+        if self._is_closed or worker.num_hellos != num_hellos or self._worker_by_id.get(name) is not worker:
             return
-        worker.is_dead, worker.piggybacked = True, ()  # it hears nothing more
-        for replies in list(self._pending.values()):
-            replies.end(worker.hello.worker, worker.death(replies.asked))
-        logger.warning("%s (pid %d) is dead", worker.hello.worker, worker.hello.pid)
-        if self._on_worker_dead is not None:
-            self._on_worker_dead(worker.hello.worker)
+        del self._worker_by_id[name]
+        gone = f"{name} (pid {pid}) died before it answered %s; see the end of its log for the reason"
+        self._gone[name] = gone
+        self.fail(lambda asked: PeerDeadError(gone % asked), peer=name)
+        logger.warning("%s (pid %d) is dead", name, pid)
+        self._on_worker_dead(name)

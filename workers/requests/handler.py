@@ -1,9 +1,9 @@
 """WorkerRequestStream: the model worker's end of the request stream.
 
     master --DEALER--> I/O thread --non-blocking--> callback in the I/O thread --> reply
-                           |                            |  Later: again at each look_again(), until its time is over
-                           |  blocking                  +-------------------------> reply
-                           v
+                           |                            |  DeferredReply: again at each look_again(), until its time
+                           |  blocking                  |  is over
+                           v                            +-------------------------> reply
                        released --next_blocking()--> main thread --reply()--> I/O thread --> master
 
 Blocking requests contain collectives: if one worker ran A before B and another B before A, both would wait for ever. A
@@ -12,7 +12,7 @@ order to a worker that comes back. What would run here after a higher id is refu
 requests that they share in the same order, whatever becomes of messages.
 
 Which master is obeyed is decided by epoch: a request of an older epoch than the newest one seen is answered with
-StaleReply, and only Initialize raises the epoch. A request that was answered before gets the same reply again.
+StaleReply, and only Initialize raises the epoch.
 
 So no request of a master that was replaced runs on models that its successor has initialized. What such a master may
 write for good is not decided here, but by the trial log.
@@ -23,8 +23,9 @@ import logging
 import os
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from corral.workers.requests.messages import (
     BlockingRequest,
@@ -32,16 +33,14 @@ from corral.workers.requests.messages import (
     Initialize,
     NonBlockingRequest,
     ReplyPayload,
-    StaleReply,
     ToWorker,
-    WorkerRequest,
 )
-from corral.workers.streams.calls import ErrorReply, ReplyCache, RequestId, error_reply
 from corral.workers.streams.closing import Closing
-from corral.workers.streams.codec import Buffer, Message, MessageCodec
-from corral.workers.streams.errors import MalformedMessageError
+from corral.workers.streams.codec import Message, MessageCodec
+from corral.workers.streams.errors import StreamError
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.loop_thread import LoopThread
+from corral.workers.streams.rpc import RequestHandler, error_reply
 from corral.workers.streams.security import StreamSecurity
 
 logger = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ _NUM_CACHED_REPLIES = 64
 
 @dataclass(frozen=True, slots=True)
 class DeferredReply:
-    """What a handler returns that has nothing to say yet: it is asked again at each `look_again`."""
+    """What a callback returns that has nothing to say yet: it is asked again at each `look_again`."""
 
     wait_s: float
     """From the request's arrival; then it is answered all the same. Infinite where who asks has a deadline."""
@@ -66,8 +65,10 @@ NonBlockingHandler = Callable[[NonBlockingRequest], ReplyPayload | DeferredReply
 class Envelope:
     """A blocking request that may run now."""
 
-    request_id: RequestId
+    epoch: int
     request: BlockingRequest
+    deferred: asyncio.Future[ReplyPayload]
+    """Its reply, which belongs to the I/O thread."""
 
 
 class WorkerRequestStream(Closing):
@@ -102,18 +103,21 @@ class WorkerRequestStream(Closing):
             silence_s: look for another master when this one has said nothing for so long.
         """
         self.worker_id = worker_id
-        self._incarnation = incarnation
-        self._host = host
         self._non_blocking = non_blocking
-        self._codec: MessageCodec[ToWorker] = MessageCodec(ToWorker, trial_uuid=security.trial_uuid)
+        codec: MessageCodec[ToWorker] = MessageCodec(ToWorker, trial_uuid=security.trial_uuid)
         self._released: queue.SimpleQueue[Envelope | None] = queue.SimpleQueue()
-        self._newest = RequestId(0, 0)
-        """The last one that was released."""
-        self._deferred: dict[RequestId, tuple[NonBlockingRequest, asyncio.TimerHandle]] = {}
-        """Non-blocking requests that have no answer yet, each with the end of its time."""
-        self._replies = ReplyCache(_NUM_CACHED_REPLIES)
-        self.max_epoch = 0
-        """The newest trainer epoch seen; 0 before the first Initialize."""
+        self._newest = 0, 0
+        """Epoch and number of the last one that was released."""
+        self._news = asyncio.Event()
+        """Of one `look_again`; the next one sets another."""
+        self._handler: RequestHandler[None, ToWorker] = RequestHandler(
+            codec=codec,
+            handle=self._handle,
+            send=lambda _, frames: self._link.send(frames),
+            name=f"requests to {worker_id}",
+            num_cached_replies=_NUM_CACHED_REPLIES,
+        )
+        hello = Hello(worker=worker_id, incarnation=incarnation, pid=os.getpid(), host=host)
         self._thread = LoopThread(f"requests of {worker_id}")
         self._link: DealerLink[ToWorker]
 
@@ -121,16 +125,21 @@ class WorkerRequestStream(Closing):
             # Set in the I/O thread: a master that is quick lets us in before this thread hears of the link.
             self._link = DealerLink(
                 security,
-                self._codec,
+                codec,
                 address_provider,
                 server="master_worker",
-                on_message=self._receive,
-                on_up=self._say_hello,
-                on_down=self._handle_down,
+                on_message=partial(self._handler.receive, None),
+                on_up=lambda: self._link.send(codec.encode(hello, epoch=self.max_epoch)),
+                on_failure=lambda _: self._released.put(None),  # wakes next_blocking
                 silence_s=silence_s,
             )
 
         self._thread.call(connect)
+
+    @property
+    def max_epoch(self) -> int:
+        """The newest trainer epoch seen; 0 before the first Initialize."""
+        return self._handler.max_epoch
 
     def next_blocking(self, timeout_s: float) -> Envelope | None:
         """The next request to run, or None after `timeout_s`.
@@ -145,119 +154,76 @@ class WorkerRequestStream(Closing):
                 envelope = self._released.get(timeout=remaining_s)
             except queue.Empty:
                 return None
-            if envelope is not None and envelope.request_id.epoch >= self.max_epoch:
+            if envelope is not None and envelope.epoch >= self.max_epoch:
                 return envelope
         return None
 
     def reply(self, envelope: Envelope, payload: ReplyPayload) -> None:
         """Answer a request."""
-        self._thread.call(lambda: self._finish(envelope.request_id, payload))
+
+        def settle() -> None:
+            if not envelope.deferred.done():  # else whoever asked is no longer our master
+                envelope.deferred.set_result(payload)
+
+        self._thread.call(settle)
 
     def reply_error(self, envelope: Envelope, error: BaseException) -> None:
         """Answer a request with an exception; the master's call raises it as `RemoteError`."""
         self.reply(envelope, error_reply(error))
 
     def look_again(self) -> None:
-        """What a deferred answer waits for may have come; from any thread."""
-        self._thread.post(self._answer_deferred)
+        """What a deferred reply waits for may have come; from any thread."""
+        self._thread.post(self._announce)
 
     def close(self) -> None:
+        async def close() -> None:
+            await self._handler.close()
+            await self._link.close()
+
         try:
-            self._thread.wait(self._link.close())
+            self._thread.wait(close())
         finally:
             self._thread.close()
 
     # --- everything below runs in the I/O thread --------------------------------------------------------------------
 
-    def _say_hello(self) -> None:
-        hello = Hello(
-            worker=self.worker_id,
-            incarnation=self._incarnation,
-            pid=os.getpid(),
-            host=self._host,
-        )
-        self._link.send(self._codec.encode(hello, epoch=self.max_epoch))
+    def _announce(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
-    def _handle_down(self, reason: str) -> None:
-        if self._link.failure is not None:
-            self._released.put(None)  # wakes next_blocking
-
-    def _receive(self, message: Message[ToWorker]) -> None:
-        request_id = RequestId.parse(message.request_id)
-        if request_id.epoch != message.epoch:
-            raise MalformedMessageError(f"request {request_id} arrived under epoch {message.epoch}")
-        if request_id.epoch < self.max_epoch:
-            self._send(request_id, StaleReply(max_epoch=self.max_epoch))
-            return
-        self._replies.run_once(str(request_id), run=lambda: self._start(request_id, message), repeat=self._link.send)
-
-    def _start(self, request_id: RequestId, message: Message[WorkerRequest]) -> None:
-        request = message.body.request
-        answers = map(self._ask_handler, message.body.piggybacked)
-        # The first error of what came with it, which the master must hear in place of an answer.
-        if (failed := next((answer for answer in answers if isinstance(answer, ErrorReply)), None)) is not None:
-            self._finish(request_id, failed)
-        elif isinstance(request, NonBlockingRequest):
-            self._answer_now(request_id, request)
-        elif request_id.epoch > self.max_epoch and not isinstance(request, Initialize):
-            came = f"{type(request).__name__} of epoch {request_id.epoch} came before its Initialize"
-            refused = _refused("EpochNotInitializedError", f"{came}; this worker still follows epoch {self.max_epoch}")
-            self._finish(request_id, refused)
-        elif request_id < self._newest:
-            came = f"{type(request).__name__} {request_id} came after {self._newest}"
-            refused = _refused("OutOfOrderError", f"{came}, and other workers may have run it before")
-            self._finish(request_id, refused)
-        else:
-            self._raise_epoch(request_id.epoch)
-            self._newest = request_id
-            self._released.put(Envelope(request_id, request))
-
-    def _raise_epoch(self, epoch: int) -> None:
+    def _handle(self, master: None, message: Message[ToWorker]) -> ReplyPayload | Awaitable[ReplyPayload]:
+        request, epoch = message.body.request, message.epoch
+        for piggybacked in message.body.piggybacked:
+            self._non_blocking(piggybacked)  # its error is what the master hears in place of an answer
+        if isinstance(request, NonBlockingRequest):
+            answer = self._non_blocking(request)
+            return self._defer(request, answer, self._news) if isinstance(answer, DeferredReply) else answer
+        came, number = f"{type(request).__name__} {message.request_id} came", int(message.request_id.rpartition(":")[2])
+        if epoch > self.max_epoch and not isinstance(request, Initialize):
+            raise StreamError(f"{came} before an Initialize of its epoch; this worker follows epoch {self.max_epoch}")
+        if (epoch, number) < self._newest:
+            newest = "{}:{}".format(*self._newest)
+            raise StreamError(f"{came} after {newest}, and other workers may have run it before")
         if epoch > self.max_epoch:
             logger.info("%s follows trainer epoch %d", self.worker_id, epoch)
-            self.max_epoch = epoch
-            # Whoever asked is no longer our master, and what has arrived for it is sent again in the new session.
-            for request_id in [request_id for request_id in self._deferred if request_id.epoch < epoch]:
-                self._deferred.pop(request_id)[1].cancel()
+            self._handler.follow(epoch)
+        self._newest = epoch, number
+        deferred: asyncio.Future[ReplyPayload] = asyncio.get_running_loop().create_future()
+        self._released.put(Envelope(epoch, request, deferred))
+        return deferred
 
-    def _answer_now(self, request_id: RequestId, request: NonBlockingRequest) -> None:
-        answer = self._ask_handler(request)
-        if isinstance(answer, DeferredReply):
-            timer = asyncio.get_running_loop().call_later(
-                answer.wait_s, self._settle_deferred, request_id, answer.otherwise
-            )
-            self._deferred[request_id] = request, timer
-        else:
-            self._finish(request_id, answer)
+    async def _defer(self, request: NonBlockingRequest, answer: DeferredReply, news: asyncio.Event) -> ReplyPayload:
+        """The callback's first reply at a `look_again`, from `news` on.
 
-    def _answer_deferred(self) -> None:
-        for request_id, (request, _) in list(self._deferred.items()):
-            answer = self._ask_handler(request)
-            if not isinstance(answer, DeferredReply):
-                self._settle_deferred(request_id, answer)
-
-    def _settle_deferred(self, request_id: RequestId, payload: ReplyPayload) -> None:
-        """The one end of a deferred answer: it is kept like any other, and repeated if it is lost on its way."""
-        self._deferred.pop(request_id)[1].cancel()
-        self._finish(request_id, payload)
-
-    def _ask_handler(self, request: NonBlockingRequest) -> ReplyPayload | DeferredReply:
-        try:
-            return self._non_blocking(request)
-        except Exception as error:  # whatever it is, the master asked and must hear it; the I/O thread must live
-            logger.exception("%s failed to answer %s", self.worker_id, type(request).__name__)
-            return error_reply(error)
-
-    def _finish(self, request_id: RequestId, payload: ReplyPayload) -> None:
-        if request_id.epoch < self.max_epoch:
-            return  # whoever asked is no longer our master
-        self._replies.finish(str(request_id), self._send(request_id, payload))
-
-    def _send(self, request_id: RequestId, payload: ReplyPayload) -> list[Buffer]:
-        frames = self._codec.encode(payload, epoch=request_id.epoch, request_id=str(request_id))
-        self._link.send(frames)  # if the link is down, the master asks again under the same id
-        return frames
-
-
-def _refused(error_type: str, message: str) -> ErrorReply:
-    return ErrorReply(error_type=error_type, message=message, traceback="")
+        Cancelled with its epoch: what has arrived for a master that was replaced is sent again in the new session.
+        """
+        deadline = asyncio.get_running_loop().time() + answer.wait_s
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await news.wait()
+            except TimeoutError:
+                return answer.otherwise
+            news = self._news  # before the look, so that nothing is missed that comes during it
+            if not isinstance(found := self._non_blocking(request), DeferredReply):
+                return found

@@ -21,8 +21,8 @@ import msgspec
 
 from corral.scheduling.redistribution import Parcel
 from corral.workers.checkpoint.durable_file import FileEntry
-from corral.workers.streams.calls import ErrorReply
 from corral.workers.streams.codec import MessageBody
+from corral.workers.streams.rpc import ErrorReply, StaleReply
 
 # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -348,12 +348,6 @@ class WrittenReply(MessageBody, frozen=True, tag="written"):
     lacks_room: bool = False
     """Whether that was for want of room on the disk."""
     """What the file system answered instead; the files are of no use then."""
-
-
-class StaleReply(MessageBody, frozen=True, tag="stale"):
-    """The request comes from an epoch that is over."""
-
-    max_epoch: int
 
 
 ReplyPayload = (

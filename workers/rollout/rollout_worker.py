@@ -78,7 +78,7 @@ from corral.workers.rollout.trial_judge import Judges, asking_judges
 from corral.workers.rollout.turn_journal import TurnJournal
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.https import open_session
-from corral.workers.streams.rpc import AsyncRequestClient
+from corral.workers.streams.rpc import ServerClient
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class RolloutWorker(Worker):
         spool: Spool | MemorySpool = Spool(context.trial.spool_path(spec.index)) if keeps_on_disk else MemorySpool()
         stack.enter_context(spool)
         self._manager = await stack.enter_async_context(
-            AsyncRequestClient[ManagerRequest, ManagerReply](
+            ServerClient[ManagerRequest, ManagerReply](
                 context.security, ManagerReply, lambda: context.names.get(context.keys.manager()), server=MANAGER
             )
         )

@@ -34,9 +34,6 @@ class PeerDeadError(StreamError):
 class RemoteError(StreamError):
     """The peer answered with an exception of its own; the text says of which class, and with which traceback."""
 
-    def __init__(self, *, peer: str, remote_type: str, message: str, remote_traceback: str) -> None:
-        super().__init__(f"{peer} raised {remote_type}: {message}\n--- traceback of {peer} ---\n{remote_traceback}")
-
 
 class StaleEpochError(StreamError):
     """The peer follows a newer trainer epoch."""

@@ -12,6 +12,7 @@ address provider is asked again, and a new address wins.
 import asyncio
 import enum
 import logging
+import math
 from collections.abc import Callable
 from typing import Generic
 
@@ -52,7 +53,7 @@ class _Connection:
     """One socket's life; `end` resolves when it is over."""
 
     def __init__(
-        self, client: MonitoredSocket, *, on_message: Callable[[list[Buffer]], None], on_up: Callable[[], None]
+        self, client: MonitoredSocket, *, on_message: Callable[[list[Buffer]], None], on_up: Callable[[], object]
     ) -> None:
         self.client = client
         self.is_up = False
@@ -112,8 +113,9 @@ class DealerLink(Generic[BodyT]):
         *,
         server: str,
         on_message: Callable[[Message[BodyT]], None],
-        on_up: Callable[[], None],
-        on_down: Callable[[str], None],
+        on_up: Callable[[], object],
+        on_down: Callable[[], None] = lambda: None,
+        on_failure: Callable[[StreamError], None] = lambda _: None,
         bulk: bool = False,
         silence_s: float = _DEFAULT_SILENCE_S,
     ) -> None:
@@ -126,7 +128,8 @@ class DealerLink(Generic[BodyT]):
             server: who is at the other end, for messages: "master_worker".
             on_message: gets every message; may raise nothing but `MalformedMessageError`, which counts as above.
             on_up: the server let us in; it knows nothing of earlier connections.
-            on_down: the connection ended, or the link failed for good (see `failure`), with the reason.
+            on_down: the connection ended; there will be another one.
+            on_failure: the link has given up for good.
             silence_s: ask for the address again when the server has said nothing for so long.
         """
         self._security = security
@@ -136,6 +139,7 @@ class DealerLink(Generic[BodyT]):
         self._on_message = on_message
         self._on_up = on_up
         self._on_down = on_down
+        self._on_failure = on_failure
         self._bulk = bulk
         self._silence_s = silence_s
         self._malformed = Refusals(f"malformed messages of {server}")
@@ -146,7 +150,6 @@ class DealerLink(Generic[BodyT]):
         self._reason = "not tried yet"
         self._endpoint = ""
         self._was_up = False
-        self._refused_since_s: float | None = None
         self._task = asyncio.create_task(self._run(), name=f"link to {server}")
         self._task.add_done_callback(self._handle_task_done)
 
@@ -173,17 +176,24 @@ class DealerLink(Generic[BodyT]):
         self.failure = self.failure or StreamClosedError(f"the link to {self._server} is closed")
 
     async def _run(self) -> None:
-        attempt = 0
+        attempt, refused_since_s = 0, math.inf
         while self.failure is None:
             endpoint = await self._resolve()
             end = None if endpoint is None else await self._live(endpoint)
             attempt = 0 if end in (_End.LOST, _End.MOVED) else attempt + 1
+            now_s = self._loop.time()
+            refused_since_s = min(refused_since_s, now_s) if end is _End.REFUSED else math.inf
             # Once let in, our key is right: whoever refuses it has the port of a server that is away, however long.
-            if end is _End.REFUSED and not self._was_up and self._is_refused_for_good():
-                self._fail(self._refused())
+            if not self._was_up and now_s - refused_since_s >= _REFUSAL_GRACE_S:
+                refused = f"{self._server} at {self._endpoint} refused the {self._security.role} key of trial"
+                self._fail(
+                    WrongTrialKeyError(
+                        f"{refused} {self._security.trial_uuid}: it belongs to another trial or does not serve this "
+                        "role. Check that this process reads the secrets of the trial that it connects to, and that "
+                        "the address is not left over from an earlier trial"
+                    )
+                )
                 return
-            if end is not _End.REFUSED:
-                self._refused_since_s = None
             step = 2 if end is _End.REFUSED else min(attempt, len(_BACKOFF_S) - 1)
             await asyncio.sleep(_BACKOFF_S[step])
 
@@ -203,17 +213,18 @@ class DealerLink(Generic[BodyT]):
         except ValueError as error:
             self._reason = str(error)
             return _End.UNREACHABLE
-        connection = _Connection(client, on_message=self._receive, on_up=self._handle_up)
+        connection = _Connection(client, on_message=self._receive, on_up=self._on_up)
         self._connection = connection
         try:
             end = await self._wait_for_end(connection)
         finally:
             self._connection = None
             connection.close()
+        self._was_up |= connection.is_up
         self._reason = end.value
         if connection.is_up:
             logger.info("connection to %s at %s ended: %s", self._server, endpoint, end.value)
-            self._on_down(end.value)
+            self._on_down()
         return end
 
     async def _wait_for_end(self, connection: _Connection) -> _End:
@@ -236,28 +247,9 @@ class DealerLink(Generic[BodyT]):
         except MalformedMessageError as error:
             self._malformed.note(error)
 
-    def _handle_up(self) -> None:
-        self._was_up = True
-        self._refused_since_s = None
-        self._on_up()
-
-    def _is_refused_for_good(self) -> bool:
-        now = self._loop.time()
-        if self._refused_since_s is None:
-            self._refused_since_s = now
-        return now - self._refused_since_s >= _REFUSAL_GRACE_S
-
-    def _refused(self) -> WrongTrialKeyError:
-        return WrongTrialKeyError(
-            f"{self._server} at {self._endpoint} refused the {self._security.role} key of trial "
-            f"{self._security.trial_uuid}: it belongs to another trial or does not serve this role. Check that this "
-            "process reads the secrets of the trial that it connects to, and that the address is not left over from "
-            "an earlier trial"
-        )
-
     def _fail(self, failure: StreamError) -> None:
         self.failure = failure
-        self._on_down(str(failure))
+        self._on_failure(failure)
 
     def _handle_task_done(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -189,7 +189,7 @@ class RouterEndpoint(Generic[BodyT]):
         roles: Set[str],
         purpose: str,
         on_message: Callable[[Peer, Message[BodyT]], None],
-        on_peer_gone: Callable[[bytes], None],
+        on_peer_gone: Callable[[bytes], None] = lambda _: None,
         bulk: bool = False,
     ) -> None:
         """
@@ -213,14 +213,11 @@ class RouterEndpoint(Generic[BodyT]):
         self._refused = Refusals(f"connections to the {purpose} socket")
         self._malformed = Refusals(f"malformed messages to the {purpose} socket")
         self._server = security.bind_router(address, roles=roles, purpose=purpose, bulk=bulk)
+        self.endpoint = self._server.endpoint
+        """ "tcp://10.0.0.7:45123", to be published."""
         self._strangers = _Strangers(self._server.endpoint)
         self._reader = SocketReader(self._server.socket, self._deliver)
         self._monitor_reader = read_events(self._server.monitor, self._handle_event)
-
-    @property
-    def endpoint(self) -> str:
-        """ "tcp://10.0.0.7:45123", to be published."""
-        return self._server.endpoint
 
     @property
     def num_malformed(self) -> int:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.master.sample_source import buffered
 from corral.workers.master.trainer_group import Arrivals
-from corral.workers.requests.client import RequestClient
+from corral.workers.requests.client import RankClient
 from corral.workers.requests.handler import DeferredReply, WorkerRequestStream
 from corral.workers.requests.messages import (
     Fetch,
@@ -50,7 +50,7 @@ async def names(arrivals: Arrivals) -> list[tuple[int, str]]:
 
 
 def test_each_arrival_wakes_the_master_and_only_who_answered_is_asked_again(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         ranks, security = [Rank(), Rank()], as_role("model_worker")
         with (
             worker(security, lambda: client.endpoint, non_blocking=ranks[0].answer) as first,
@@ -102,7 +102,7 @@ def test_what_a_rank_says_of_each_sample_is_what_the_master_keeps(told: list[Sam
 
 
 def test_the_death_of_a_rank_wakes_the_master_too(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         rank = Rank()
         news = asyncio.Event()
         with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=rank.answer) as stream:

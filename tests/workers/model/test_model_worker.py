@@ -42,7 +42,6 @@ from corral.workers.requests.messages import (
     Written,
     WrittenReply,
 )
-from corral.workers.streams.calls import RequestId
 from tests.workers.master.trials import SHAPE, context_of, trial_of
 
 
@@ -269,4 +268,4 @@ def test_inputs_are_taken_before_a_call_and_its_model_is_moved_away_after_it(tmp
 
 def blocking(request: msgspec.Struct) -> Envelope:
     """A request as the stream hands it to the main thread."""
-    return Envelope(request_id=RequestId(1, 1), request=cast(Any, request))
+    return Envelope(epoch=1, request=cast(Any, request), deferred=cast(Any, None))

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
 
-from corral.workers.requests.client import RequestClient
+from corral.workers.requests.client import RankClient
 from corral.workers.requests.handler import Envelope, NonBlockingHandler, WorkerRequestStream
 from corral.workers.requests.messages import (
     Fetch,
@@ -16,7 +16,6 @@ from corral.workers.requests.messages import (
     TrainStep,
     Written,
 )
-from corral.workers.streams.calls import RequestId
 from corral.workers.streams.security import StreamSecurity
 from tests.workers.stream_helpers import LOOPBACK, until
 
@@ -54,11 +53,11 @@ def worker(
         yield stream
 
 
-def with_master(test: Callable[[RequestClient], Awaitable[None]], security: StreamSecurity, *, epoch: int = 1) -> None:
+def with_master(test: Callable[[RankClient], Awaitable[None]], security: StreamSecurity, *, epoch: int = 1) -> None:
     """Run a test on an asyncio loop with a bound master."""
 
     async def run() -> None:
-        with RequestClient(security, address=LOOPBACK, epoch=epoch, reconnect_grace_s=0.5) as client:
+        with RankClient(security, address=LOOPBACK, epoch=epoch, reconnect_grace_s=0.5) as client:
             await test(client)
 
     asyncio.run(run())
@@ -75,12 +74,12 @@ async def take(stream: WorkerRequestStream) -> Envelope:
     return envelope
 
 
-async def initialize(client: RequestClient, *streams: WorkerRequestStream) -> None:
+async def initialize(client: RankClient, *streams: WorkerRequestStream) -> None:
     """Let the workers follow the client's epoch."""
     await client.wait_for_workers([stream.worker_id for stream in streams], timeout_s=120)
     pending = client.post({stream.worker_id: INITIALIZE for stream in streams}, deadline_s=100)
-    epoch = RequestId.parse(pending.request_id).epoch
     # What an older master had queued is discarded from here on; before, it would be the next request.
+    epoch = client.epoch
     await until(lambda: all(stream.max_epoch == epoch for stream in streams), waiting_for="the workers to follow")
     for stream in streams:
         envelope = await take(stream)

@@ -15,9 +15,10 @@ import pytest
 
 from corral.scheduling.redistribution import Parcel
 from corral.workers.requests import handler
-from corral.workers.requests.client import RequestClient
+from corral.workers.requests.client import RankClient
 from corral.workers.requests.handler import WorkerRequestStream
 from corral.workers.requests.messages import (
+    BlockingRequest,
     ClearDataCache,
     DataTransfer,
     Fetch,
@@ -34,7 +35,6 @@ from corral.workers.requests.messages import (
     WorkerRequest,
     Written,
 )
-from corral.workers.streams.calls import ErrorReply
 from corral.workers.streams.codec import Buffer, MessageCodec
 from corral.workers.streams.errors import (
     PeerDeadError,
@@ -44,12 +44,13 @@ from corral.workers.streams.errors import (
     StreamTimeoutError,
 )
 from corral.workers.streams.loop_thread import LoopThread
+from corral.workers.streams.rpc import ErrorReply
 from tests.workers.requests.rig import INITIALIZE, AsRole, initialize, take, train, with_master, worker
 from tests.workers.stream_helpers import LOOPBACK, TRIAL, Cable, ask, security_of, start_stub, until
 
 
 def test_non_blocking_requests_are_answered_while_a_blocking_one_runs(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             step = client.post({stream.worker_id: train(version=4)}, deadline_s=10)
@@ -79,7 +80,7 @@ def test_a_worker_is_let_in_however_late_its_own_thread_hears_of_the_link(
 
     monkeypatch.setattr(handler, "LoopThread", LateLoopThread)
 
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         security = as_role("model_worker")
 
         def start() -> None:
@@ -97,33 +98,34 @@ def test_a_worker_is_let_in_however_late_its_own_thread_hears_of_the_link(
 
 
 def test_all_workers_get_the_requests_that_they_share_in_the_same_order(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         security = as_role("model_worker")
         with (
             worker(security, lambda: client.endpoint) as first,
             worker(security, lambda: client.endpoint, index=1) as second,
         ):
             await initialize(client, first, second)
-            orders: list[list[str]] = []
-            for workers in ([first.worker_id, second.worker_id], [second.worker_id, first.worker_id]):
+            orders: list[list[BlockingRequest]] = []
+            both = [first.worker_id, second.worker_id]
+            for version, workers in enumerate((both, both[::-1])):
                 for name in ("actor_train", "critic_train"):
-                    client.post(dict.fromkeys(workers, train(name)), deadline_s=10)
+                    client.post(dict.fromkeys(workers, train(name, version)), deadline_s=10)
             client.post({second.worker_id: train("only the second")}, deadline_s=10)
             for stream, count in ((first, 4), (second, 5)):
                 envelopes = [await take(stream) for _ in range(count)]
-                orders.append([f"{envelope.request_id}" for envelope in envelopes])
+                orders.append([envelope.request for envelope in envelopes])
             assert orders[0] == orders[1][:4]
 
     with_master(run, as_role("master_worker"))
 
 
 def test_a_request_that_is_refused_holds_up_none_after_it(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await client.wait_for_workers([stream.worker_id], timeout_s=120)
             early = client.post({stream.worker_id: train("too early")}, deadline_s=10)
             client.post({stream.worker_id: INITIALIZE}, deadline_s=10)
-            with pytest.raises(RemoteError, match="came before its Initialize"):
+            with pytest.raises(RemoteError, match="came before an Initialize"):
                 await early.results()
             assert (await take(stream)).request == INITIALIZE
 
@@ -131,7 +133,7 @@ def test_a_request_that_is_refused_holds_up_none_after_it(as_role: AsRole) -> No
 
 
 def test_each_worker_gets_its_own_share_and_nothing_of_the_others(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         security = as_role("model_worker")
         with (
             worker(security, lambda: client.endpoint) as first,
@@ -147,7 +149,7 @@ def test_each_worker_gets_its_own_share_and_nothing_of_the_others(as_role: AsRol
             client.post(shares, deadline_s=10)
             for stream in (first, second):
                 envelope = await take(stream)
-                assert (envelope.request_id.epoch, envelope.request) == (1, shares[stream.worker_id])
+                assert (envelope.epoch, envelope.request) == (1, shares[stream.worker_id])
 
     with_master(run, as_role("master_worker"))
 
@@ -160,7 +162,7 @@ def test_what_all_workers_get_alike_is_encoded_once(as_role: AsRole, monkeypatch
         encoded.append(body)
         return encode(codec, body, **more)
 
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         security = as_role("model_worker")
         with (
             worker(security, lambda: client.endpoint) as first,
@@ -178,7 +180,7 @@ def test_what_all_workers_get_alike_is_encoded_once(as_role: AsRole, monkeypatch
 
 
 def test_metadata_travels_typed(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             request = Inference(mfc="ref_inf", uids=["0:a"])
@@ -193,7 +195,7 @@ def test_metadata_travels_typed(as_role: AsRole) -> None:
 
 
 def test_a_remote_exception_comes_with_its_traceback(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await client.wait_for_workers([stream.worker_id], timeout_s=120)
             with pytest.raises(RemoteError, match="model_worker/0.*LookupError: the dataset is gone") as raised:
@@ -205,7 +207,7 @@ def test_a_remote_exception_comes_with_its_traceback(as_role: AsRole) -> None:
 
 
 def test_a_missed_deadline_names_worker_and_request(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             with pytest.raises(StreamTimeoutError, match=r"model_worker/0 did not answer TrainStep 1:\d+ within 0.1 s"):
@@ -216,7 +218,7 @@ def test_a_missed_deadline_names_worker_and_request(as_role: AsRole) -> None:
 
 
 def test_a_reply_after_the_deadline_is_dropped(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             pending = client.post({stream.worker_id: train()}, deadline_s=0.2)
@@ -234,7 +236,7 @@ def test_a_reply_after_the_deadline_is_dropped(as_role: AsRole) -> None:
 
 
 def test_workers_that_do_not_come_are_named(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await client.wait_for_workers([stream.worker_id], timeout_s=120)
             with pytest.raises(
@@ -246,7 +248,7 @@ def test_workers_that_do_not_come_are_named(as_role: AsRole) -> None:
 
 
 def test_a_request_to_somebody_who_never_came_is_an_error_at_once(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         with pytest.raises(PeerDeadError, match="model_worker/7 got ClearDataCache 1:1 but has not said hello"):
             await ask(client, "model_worker/7", ClearDataCache(uids=[]), deadline_s=100)
 
@@ -275,7 +277,7 @@ def test_a_killed_or_stopped_worker_is_an_error_for_whoever_waits_for_it(
         dead: list[str] = []
         with (
             security_of(secrets_directory, "master_worker", heartbeat_s=0.5) as security,
-            RequestClient(
+            RankClient(
                 security, address=LOOPBACK, epoch=1, reconnect_grace_s=0.5, on_worker_dead=dead.append
             ) as client,
         ):
@@ -301,7 +303,7 @@ def test_a_stranger_to_the_plan_is_not_welcomed_and_its_end_is_nobodys_death(as_
 
     async def run() -> None:
         dead: list[str] = []
-        with RequestClient(
+        with RankClient(
             as_role("master_worker"),
             address=LOOPBACK,
             epoch=1,
@@ -322,7 +324,7 @@ def test_a_stranger_to_the_plan_is_not_welcomed_and_its_end_is_nobodys_death(as_
 
 
 def test_a_restarted_worker_fails_what_its_predecessor_had_not_answered(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         security = as_role("model_worker")
         with worker(security, lambda: client.endpoint, incarnation="first") as first:
             await initialize(client, first)
@@ -343,7 +345,7 @@ def test_the_end_of_a_predecessors_connection_is_not_taken_for_its_successors(as
     async def run() -> None:
         security = as_role("model_worker")
         with (
-            RequestClient(
+            RankClient(
                 as_role("master_worker"), address=LOOPBACK, epoch=1, reconnect_grace_s=0.0, on_worker_dead=dead.append
             ) as client,
             contextlib.ExitStack() as predecessor,
@@ -365,7 +367,7 @@ def test_the_end_of_a_predecessors_connection_is_not_taken_for_its_successors(as
 
 
 def test_a_request_survives_a_broken_connection_and_is_run_once(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         cable = Cable(client.endpoint)
         endpoint = await cable.start()
         with worker(as_role("model_worker"), lambda: endpoint) as stream:
@@ -383,7 +385,7 @@ def test_a_request_survives_a_broken_connection_and_is_run_once(as_role: AsRole)
 
 
 def test_requests_posted_while_the_connection_is_broken_arrive_in_order(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         cable = Cable(client.endpoint)
         endpoint = await cable.start()
         with worker(as_role("model_worker"), lambda: endpoint) as stream:
@@ -457,8 +459,8 @@ def test_a_worker_finds_a_new_master_and_refuses_the_old_one(as_role: AsRole) ->
     async def run() -> None:
         master = as_role("master_worker")
         with (
-            RequestClient(master, address=LOOPBACK, epoch=1) as old,
-            RequestClient(master, address=LOOPBACK, epoch=2) as new,
+            RankClient(master, address=LOOPBACK, epoch=1) as old,
+            RankClient(master, address=LOOPBACK, epoch=2) as new,
         ):
             addresses = [old.endpoint]
             with worker(as_role("model_worker"), lambda: addresses[-1], silence_s=0.2) as stream:
@@ -478,8 +480,8 @@ def test_a_new_epoch_discards_what_the_old_master_had_queued(as_role: AsRole) ->
     async def run() -> None:
         master = as_role("master_worker")
         with (
-            RequestClient(master, address=LOOPBACK, epoch=1) as old,
-            RequestClient(master, address=LOOPBACK, epoch=2) as new,
+            RankClient(master, address=LOOPBACK, epoch=1) as old,
+            RankClient(master, address=LOOPBACK, epoch=2) as new,
         ):
             addresses = [old.endpoint]
             with worker(as_role("model_worker"), lambda: addresses[-1], silence_s=0.2) as stream:
@@ -495,11 +497,11 @@ def test_a_new_epoch_discards_what_the_old_master_had_queued(as_role: AsRole) ->
 
 
 def test_only_initialize_raises_the_epoch(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await client.wait_for_workers([stream.worker_id], timeout_s=120)
             assert await ask(client, stream.worker_id, ClearDataCache(uids=[]), deadline_s=10) == OkReply()
-            with pytest.raises(RemoteError, match="TrainStep of epoch 5 came before its Initialize"):
+            with pytest.raises(RemoteError, match="TrainStep 5:2 came before an Initialize"):
                 await ask(client, stream.worker_id, train(), deadline_s=10)
             assert stream.max_epoch == 0
             await initialize(client, stream)
@@ -509,7 +511,7 @@ def test_only_initialize_raises_the_epoch(as_role: AsRole) -> None:
 
 
 def test_closing_the_master_fails_its_waiting_calls(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint) as stream:
             await initialize(client, stream)
             pending = client.post({stream.worker_id: train()}, deadline_s=100)
@@ -521,7 +523,7 @@ def test_closing_the_master_fails_its_waiting_calls(as_role: AsRole) -> None:
 
 
 def test_many_calls_at_once_find_their_own_answers(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         security = as_role("model_worker")
         with contextlib.ExitStack() as stack:
             streams = [

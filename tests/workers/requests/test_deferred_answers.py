@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from corral.workers.requests.client import RequestClient
+from corral.workers.requests.client import RankClient
 from corral.workers.requests.handler import DeferredReply
 from corral.workers.requests.messages import (
     ClearDataCache,
@@ -52,7 +52,7 @@ WAITS = Fetch(max_samples=9, wait_s=100.0)
 def test_a_waiting_request_is_answered_when_something_arrives_while_others_are_answered_at_once(
     as_role: AsRole,
 ) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         inbox = Inbox()
         with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=inbox.answer) as stream:
             await initialize(client, stream)
@@ -74,7 +74,7 @@ def test_a_waiting_request_is_answered_when_something_arrives_while_others_are_a
 
 
 def test_a_waiting_request_without_news_is_answered_when_its_time_is_over(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         inbox = Inbox()
         with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=inbox.answer) as stream:
             await initialize(client, stream)
@@ -87,7 +87,7 @@ def test_a_waiting_request_without_news_is_answered_when_its_time_is_over(as_rol
 
 
 def test_what_was_said_into_a_broken_connection_is_said_again_and_nothing_twice(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         inbox = Inbox()
         cable = Cable(client.endpoint)
         endpoint = await cable.start()
@@ -107,7 +107,7 @@ def test_what_was_said_into_a_broken_connection_is_said_again_and_nothing_twice(
 
 
 def test_a_waiting_request_outlives_a_break_during_which_nothing_came(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         inbox = Inbox()
         cable = Cable(client.endpoint)
         endpoint = await cable.start()
@@ -130,7 +130,7 @@ def test_a_waiting_request_outlives_a_break_during_which_nothing_came(as_role: A
 
 
 def test_a_look_that_fails_is_the_answer(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         inbox = Inbox()
         with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=inbox.answer) as stream:
             await initialize(client, stream)
@@ -145,7 +145,7 @@ def test_a_look_that_fails_is_the_answer(as_role: AsRole) -> None:
 
 
 def test_riders_are_done_before_what_carries_them_in_order_and_once(as_role: AsRole) -> None:
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         done: list[NonBlockingRequest] = []
 
         def answer(request: NonBlockingRequest) -> ReplyPayload:
@@ -180,7 +180,7 @@ def test_a_rider_that_fails_fails_what_carries_it(as_role: AsRole, carrier: Writ
             raise KeyError("0:a")
         return OkReply()
 
-    async def run(client: RequestClient) -> None:
+    async def run(client: RankClient) -> None:
         with worker(as_role("model_worker"), lambda: client.endpoint, non_blocking=answer) as stream:
             await initialize(client, stream)
             client.attach({stream.worker_id: ClearDataCache(uids=["0:a"])})
@@ -197,8 +197,8 @@ def test_arrivals_of_a_new_epoch_are_not_spent_on_the_old_master(as_role: AsRole
     async def run() -> None:
         master, inbox = as_role("master_worker"), Inbox()
         with (
-            RequestClient(master, address=LOOPBACK, epoch=1) as old,
-            RequestClient(master, address=LOOPBACK, epoch=2) as new,
+            RankClient(master, address=LOOPBACK, epoch=1) as old,
+            RankClient(master, address=LOOPBACK, epoch=2) as new,
         ):
             addresses = [old.endpoint]
             with worker(

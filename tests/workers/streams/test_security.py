@@ -17,7 +17,7 @@ import corral.workers
 from corral.experiments.trial import guarded_listener
 from corral.experiments.trial.secrets import CurvePair, Secret, TrialSecrets
 from corral.workers.delivery.receiver import TrajectoryReceiver
-from corral.workers.requests.client import RequestClient
+from corral.workers.requests.client import RankClient
 from corral.workers.requests.handler import WorkerRequestStream
 from corral.workers.requests.messages import ClearDataCache, OkReply
 from corral.workers.streams import link as link_module
@@ -26,7 +26,7 @@ from corral.workers.streams.codec import MessageCodec
 from corral.workers.streams.errors import StreamTimeoutError, WrongTrialKeyError
 from corral.workers.streams.link import DealerLink
 from corral.workers.streams.router import Peer, RouterEndpoint
-from corral.workers.streams.rpc import AsyncRequestClient, AsyncRequestServer
+from corral.workers.streams.rpc import RequestServer, ServerClient
 from corral.workers.streams.security import StreamSecurity
 from tests.workers.stream_helpers import LOOPBACK, TRIAL, Words, ask, echo, said, until, wait_up
 
@@ -79,7 +79,6 @@ async def connect(security: StreamSecurity, endpoint: str, *, deadline_s: float)
         server="master_worker",
         on_message=lambda message: None,
         on_up=lambda: None,
-        on_down=lambda reason: None,
     )
     try:
         await wait_up(link, deadline_s)
@@ -91,7 +90,7 @@ def test_a_stranger_hears_within_two_seconds_that_its_key_is_wrong(
     as_role: AsRole, stranger: StreamSecurity, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
-        with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
+        with RankClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
             with pytest.raises(WrongTrialKeyError, match="reads the secrets of the trial") as refused:
                 await connect(stranger, client.endpoint, deadline_s=2.0)
             assert client.endpoint in str(refused.value)
@@ -122,7 +121,6 @@ def test_a_link_that_was_let_in_outlasts_whoever_takes_the_port(
             server="model_worker/0",
             on_message=lambda message: None,
             on_up=lambda: None,
-            on_down=lambda reason: None,
             silence_s=0.1,
         )
         try:
@@ -149,7 +147,7 @@ def test_an_unknown_key_with_the_right_server_key_is_refused_and_logged(
         own = CurvePair(public.decode(), Secret(secret.decode()))
         secrets = msgspec.structs.replace(TrialSecrets.load(secrets_directory), clients={"model_worker": own})
         with StreamSecurity(secrets, "model_worker", trial_uuid=TRIAL) as thief:
-            with RequestClient(master, address=LOOPBACK, epoch=1) as client:
+            with RankClient(master, address=LOOPBACK, epoch=1) as client:
                 with pytest.raises(WrongTrialKeyError):
                     await connect(thief, client.endpoint, deadline_s=2.0)
 
@@ -161,7 +159,7 @@ def test_an_unknown_key_with_the_right_server_key_is_refused_and_logged(
 
 def test_a_role_that_the_socket_does_not_serve_is_refused(as_role: AsRole, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
+        with RankClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
             with pytest.raises(WrongTrialKeyError, match="does not serve this role"):
                 await connect(as_role("rollout_worker"), client.endpoint, deadline_s=2.0)
 
@@ -214,7 +212,6 @@ def test_an_address_provider_that_breaks_is_an_error_and_not_a_hang(as_role: AsR
             server="master_worker",
             on_message=lambda message: None,
             on_up=lambda: None,
-            on_down=lambda reason: None,
         )
         with pytest.raises(Exception, match="the link to master_worker broke: ZeroDivisionError: oops"):
             await wait_up(link, 5.0)
@@ -249,7 +246,7 @@ def test_servers_survive_a_thousand_connections_of_garbage(as_role: AsRole) -> N
         assert receiver.drain(1) == []
 
         async def master_goes_on() -> None:
-            with RequestClient(master, address=LOOPBACK, epoch=1) as client:
+            with RankClient(master, address=LOOPBACK, epoch=1) as client:
                 await asyncio.to_thread(send_garbage, client.endpoint, count=350, seed=2)
                 with WorkerRequestStream(
                     worker,
@@ -285,10 +282,10 @@ def test_a_stranger_who_floods_a_stream_loses_connections_of_his_own(
                 pass
 
     async def run() -> None:
-        server = AsyncRequestServer(
+        server = RequestServer(
             as_role("model_worker"), Words, answer, address=LOOPBACK, roles={"master_worker"}, purpose="echo"
         )
-        client = AsyncRequestClient[Words, Words](
+        client = ServerClient[Words, Words](
             as_role("master_worker"), Words, lambda: server.endpoint, server="model_worker/3"
         )
         port = int(server.endpoint.rsplit(":", 1)[1])
@@ -311,7 +308,7 @@ def test_malformed_messages_of_a_trial_member_are_counted_and_dropped(
 ) -> None:
     async def run() -> None:
         worker = as_role("model_worker")
-        with RequestClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
+        with RankClient(as_role("master_worker"), address=LOOPBACK, epoch=1) as client:
             rng = random.Random(7)
             connection = worker.connect_dealer(client.endpoint)
             for _ in range(100):
@@ -334,7 +331,6 @@ def test_frames_above_the_limit_end_the_connection_and_nothing_else(as_role: AsR
             roles={"model_worker"},
             purpose="requests",
             on_message=lambda peer, message: None,
-            on_peer_gone=lambda identity: None,
         )
         connection = worker.connect_dealer(router.endpoint)
         await asyncio.to_thread(connection.socket.send, bytes(70 * 2**20))
