@@ -38,7 +38,7 @@ _FRESH = "rollout.max_head_offpolicyness=0"
 
 MAKERS: Mapping[str, Sequence[str]] = {
     "float32": (),
-    "int8-corrected": ("engine.quantization=int8", "ppo.behav_imp_weight_mode=truncate"),
+    "int8-corrected": ("engine.quantization=int8", "ppo.is_ratio_mode=token_truncate"),
     "float32-fresh": (_FRESH,),
     "int8-fresh-uncorrected": (
         _FRESH,

@@ -30,7 +30,7 @@ from tests.slurm.trials import SMALL, SlurmTrial  # noqa: E402
 
 TARGET_S = 1.0
 # Each kill counts as the first in a row, as for a worker that was healthy for ten minutes: the shortest pause.
-POLICY = {"healthy_after_s": 0.01, "restart_pause_s": 0.2, "max_restarts": 1000}
+POLICY = {"healthy_after_s": 0.01, "max_restarts": 1000}
 KINDS: dict[str, Any] = {"model_workers": 1, "servers": 1, "rollout_workers": 1}
 KILLED = ("rollout_worker/0", "generation_server/0", "gserver_manager/0", "model_worker/0", "master_worker/0")
 

@@ -26,6 +26,7 @@ from corral.experiments.checks.generation import (
     check_server_gpus,
     check_sglang,
 )
+from corral.experiments.config.cluster import GroupConfig
 from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.config.rollout import (
@@ -44,6 +45,7 @@ from corral.experiments.policy_problems import policy_problems
 from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.worker_specs import (
+    TOKEN_TIMEOUT_S,
     BehaviourSpec,
     DatasetSpec,
     EnvironmentSpec,
@@ -239,6 +241,7 @@ class AsyncPPOExperiment(PolicyExperiment):
                 group_size=self.ppo.group_size,
                 teacher_prompt_tokens=self.teacher_prompt_tokens,
                 rollout=self.planned_rollout,
+                token_timeout_s=max(TOKEN_TIMEOUT_S, self.weights.update_timeout_s),
                 experts=self.routed_experts,
                 held_out=held_out,
                 environment=environment,
@@ -288,7 +291,7 @@ class AsyncPPOExperiment(PolicyExperiment):
     def find_own_problems(self) -> Iterator[ConfigProblem]:
         yield from policy_problems(self)
         if self.rollout.environment is not None:
-            group = self.groups.rollout_worker.scheduling
+            group = self.groups.get("rollout_worker", GroupConfig()).scheduling
             yield from check_environment(
                 self.rollout,
                 self.rollout.environment,
@@ -324,7 +327,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             yield from self._server_problems(engine)
 
     def _server_problems(self, engine: EngineAllocation) -> Iterator[ConfigProblem]:
-        group, gpus = self.groups.generation_server, engine.dims.tp
+        group, gpus = self.groups.get("generation_server", GroupConfig()), engine.dims.tp
         uses_sglang = engine.backend == "sglang"
         yield from check_sglang(
             self.sglang,
@@ -365,13 +368,7 @@ class AsyncPPOExperiment(PolicyExperiment):
             yield (
                 f"{' and '.join(self.rounding_settings)}: answers are of rounded weights, and without "
                 "ppo.use_decoupled_loss their rounding counts as learning in ppo.eps_clip; set it to true, and "
-                "ppo.behav_imp_weight_mode to truncate"
-            )
-        if self.rollout.token_timeout_s < self.weights.update_timeout_s:
-            yield (
-                f"rollout.token_timeout_s: {self.rollout.token_timeout_s:g} is less than weights.update_timeout_s: "
-                f"{self.weights.update_timeout_s:g}, so a server that reads weights for as long is taken for hung; "
-                f"raise it to {self.weights.update_timeout_s:g}"
+                "ppo.is_ratio_mode to token_truncate"
             )
         if self.rollout.spare_answers:
             yield (

@@ -27,7 +27,6 @@ from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.cluster import (
     ClusterConfig,
     GroupConfig,
-    GroupsConfig,
     LaunchConfig,
     SupervisionConfig,
 )
@@ -75,8 +74,6 @@ class Experiment(FrozenConfig):
     """Kind of the experiment: a name, or the import path of a class of your own."""
     name: Name
     """Name of the experiment; with the trial's name it makes the folder."""
-    trial: Name | None = None
-    """Name of the trial; None takes the next free trial-N."""
     seed: int = Field(default=1, ge=0, lt=2**63)
     """Every random choice follows from it."""
     allocation: str
@@ -89,8 +86,8 @@ class Experiment(FrozenConfig):
     """Held-out rows; None trains without looking."""
     control: TrainControl = TrainControl()
     """How long to train, and what is written when."""
-    groups: GroupsConfig = GroupsConfig()
-    """Resources per kind of worker."""
+    groups: dict[WorkerKind, GroupConfig] = {}
+    """Resources per kind of worker. Counts of the master, the manager, training ranks and generation servers follow from the allocation."""  # noqa: E501
     cluster: ClusterConfig = ClusterConfig()
     """Facts of the site."""
     launch: LaunchConfig = LaunchConfig()
@@ -250,7 +247,7 @@ class Experiment(FrozenConfig):
 
     def _tasks_group(self, kind: WorkerKind) -> TasksGroup:
         """As the user says, else as the allocation says, else one per training rank."""
-        group: GroupConfig = getattr(self.groups, kind)
+        group = self.groups.get(kind, GroupConfig())
         scheduling = group.scheduling or self.default_scheduling(kind)
         elastic = group.elastic
         return TasksGroup(

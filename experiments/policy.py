@@ -121,7 +121,7 @@ class PolicyExperiment(Experiment):
     @cached_property
     def routed_experts(self) -> RoutedExpertsSpec | None:
         """The experts that samples carry from who makes them to who trains on them; None where they carry none."""
-        sizes = decoder_sizes(self.actor.path) if self.ppo.router_replay else None
+        sizes = decoder_sizes(self.actor.path)
         if sizes is None or not sizes.sparse_layers or model_type(self.actor.path) not in MIXTURES:
             return None
         return RoutedExpertsSpec(
@@ -188,7 +188,7 @@ class PolicyExperiment(Experiment):
     @property
     def _proximal_may_differ(self) -> bool:
         """Whether what the train step computes may be another thing, or somebody else reads the proximal policy's."""
-        is_read = ":" in self.actor.interface or PROXIMAL in self._own_keys()
+        is_read = self.actor.interface is not None or PROXIMAL in self._own_keys()
         return is_read or self.ppo.updates_per_step > 1 or self._trains_with_dropout
 
     @property
@@ -221,7 +221,7 @@ class PolicyExperiment(Experiment):
         masked = ("input_ids", "prompt_mask", *self._keys_of_rows)
         if self.calls_for_proximal:
             routed = masked if self.routed_experts is None else (*masked, ROUTED_EXPERTS)
-            infer("actor_inf", "actor", self.actor.interface, routed, {"logprobs": PROXIMAL})
+            infer("actor_inf", "actor", self.actor.implementation, routed, {"logprobs": PROXIMAL})
         if self.ref is not None:
             infer("ref_inf", "ref", "ppo_actor", masked, {"logprobs": "ref_logprobs"})
         told = [key.name for key in teacher_keys(self.ppo.distillation.top_k)]
@@ -232,17 +232,19 @@ class PolicyExperiment(Experiment):
         outputs = [key for call in made for key in call.output_keys]
         if self.reward_model is not None:
             # With the keys that an interface of the user's own reads, and those that it makes beside rewards.
-            interface = self.reward_model.interface
+            interface = self.reward_model.implementation
             own = self.declared_names(interface, "outputs", CallType.INFERENCE)
             reads = self.declared_names(interface, "inputs", CallType.INFERENCE) or ("input_ids",)
             infer("rew_inf", "reward", interface, reads, {**{key: key for key in own}, "rewards": MODEL_REWARDS})
             outputs.append(MODEL_REWARDS)
         if self.critic is not None:
-            infer("critic_inf", "critic", self.critic.interface, ("input_ids",), {"values": "values"})
+            infer("critic_inf", "critic", self.critic.implementation, ("input_ids",), {"values": "values"})
             outputs.append("values")
-        made.append(self._train("actor", self.actor.interface, (*self._answer_keys(), *outputs, *self._own_keys())))
+        made.append(
+            self._train("actor", self.actor.implementation, (*self._answer_keys(), *outputs, *self._own_keys()))
+        )
         if self.critic is not None:
-            made.append(self._train("critic", self.critic.interface, self._critic_keys()))
+            made.append(self._train("critic", self.critic.implementation, self._critic_keys()))
         return made
 
     @property
@@ -254,7 +256,7 @@ class PolicyExperiment(Experiment):
     ) -> tuple[str, ...]:
         """The keys that something of the user's own says it reads or makes; of what corral has, none."""
         models = (self.actor, self.critic, self.reward_model)
-        interfaces = [model.interface for model in models if model is not None]
+        interfaces = [model.implementation for model in models if model is not None]
         declared = self.declared(self.own_code, interfaces=interfaces).get(import_path)
         return () if declared is None else declared.names(attribute, call_type)
 
@@ -264,7 +266,7 @@ class PolicyExperiment(Experiment):
         read = [
             *self.declared_names(self.ppo.advantage, "inputs"),
             *(key for key in self.declared_names(self.ppo.loss, "inputs") if key not in made_on_the_way),
-            *self.declared_names(self.actor.interface, "inputs", CallType.TRAIN_STEP),
+            *self.declared_names(self.actor.implementation, "inputs", CallType.TRAIN_STEP),
         ]
         return tuple(key for key in read if key != "rewards")
 
@@ -342,21 +344,21 @@ class PolicyExperiment(Experiment):
                 "actor.lora.dropout acts in train steps alone, so the ratios of the policy loss are not 1 even where "
                 "nothing has changed; leave it at 0 for PPO"
             )
-        if self.ppo.router_replay and self.routes_anew:
+        if self.routes_anew:
             yield (
-                f"ppo.router_replay has no effect on models of type {model_type(self.actor.path)}: the trainer chooses "
-                "the experts of each token anew, and other ones than the generator here and there; it replays "
-                f"{', '.join(MIXTURES)}"
+                f"the trainer does not replay the generator's experts in models of type {model_type(self.actor.path)}: "
+                "it chooses the experts of each token anew, and other ones than the generator here and there; it "
+                f"replays {', '.join(MIXTURES)}"
             )
         yield from self._clip_warnings()
-        if not self.ppo.use_decoupled_loss and "behav_imp_weight_cap" in self.ppo.model_fields_set:
-            yield "ppo.behav_imp_weight_cap has no effect without ppo.use_decoupled_loss"
+        if not self.ppo.use_decoupled_loss and "is_ratio_clip" in self.ppo.model_fields_set:
+            yield "ppo.is_ratio_clip has no effect without ppo.use_decoupled_loss"
 
     def _clip_warnings(self) -> Iterator[str]:
         """Bounds of a ratio that is 1 for every token, as far as they were written down."""
         if not self.ppo.use_decoupled_loss or self._proximal_may_differ or ":" in self.ppo.loss:
             return
-        bounds = ("eps_clip", "eps_clip_high", "c_clip", "early_stop_imp_ratio", "early_stop_kl")
+        bounds = ("eps_clip", "eps_clip_high", "c_clip", "early_stop_imp_ratio")
         for name in bounds:
             if name in self.ppo.model_fields_set and getattr(self.ppo, name) is not None:
                 yield (

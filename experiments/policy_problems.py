@@ -188,7 +188,7 @@ def _of_keys(experiment: PolicyExperiment) -> Iterator[ConfigProblem]:
     made = {*experiment.trajectory_keys, *(key for call in experiment.training_calls() for key in call.output_keys)}
     made |= {"rewards", *experiment.declared_names(experiment.ppo.advantage, "outputs")}
     for path, import_path, call_type in (
-        (("actor", "interface"), experiment.actor.interface, CallType.TRAIN_STEP),
+        (("actor", "interface"), experiment.actor.implementation, CallType.TRAIN_STEP),
         (("ppo", "advantage"), experiment.ppo.advantage, None),
         (("ppo", "loss"), experiment.ppo.loss, None),
     ):

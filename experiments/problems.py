@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from corral.experiments.checks.data import MODEL_CONTEXT, check_dataset, check_length
 from corral.experiments.checks.placement import ANY_NODE, place_groups
 from corral.experiments.checks.training import check_layouts
-from corral.experiments.config.cluster import ClusterConfig, GroupsConfig
+from corral.experiments.config.cluster import ClusterConfig, GroupConfig
 from corral.experiments.config.data import EvaluationConfig
 from corral.experiments.config.rollout import RewardConfig
 from corral.experiments.config.tracking import PACKAGE_BY_TRACKER, TrackingConfig
@@ -33,7 +33,9 @@ from corral.scheduling.worker_information import WorkerKind
 _LEAST_MEM_MB = 200  # a worker without torch has 150 MB once it has imported its modules
 
 
-def check_groups(groups: GroupsConfig, expected_count: Mapping[WorkerKind, int | None]) -> Iterator[ConfigProblem]:
+def check_groups(
+    groups: Mapping[WorkerKind, GroupConfig], expected_count: Mapping[WorkerKind, int | None]
+) -> Iterator[ConfigProblem]:
     """Counts that contradict the allocation, and settings of groups that nobody would read.
 
     Args:
@@ -72,7 +74,7 @@ def check_groups(groups: GroupsConfig, expected_count: Mapping[WorkerKind, int |
             )
 
 
-def check_containers(groups: GroupsConfig, cluster: ClusterConfig) -> Iterator[ConfigProblem]:
+def check_containers(groups: Mapping[WorkerKind, GroupConfig], cluster: ClusterConfig) -> Iterator[ConfigProblem]:
     """Images that nothing could run, and mounts without an image."""
     for kind, group in groups.items():
         for key, scheduling in group.given_schedulings():

@@ -28,6 +28,8 @@ from corral.scheduling.parallel import Mesh
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.scheduling.step_plan import StepPlan
 
+TOKEN_TIMEOUT_S = 300.0
+"""Longest time that a generation server which reads no weights may bring no token of an answer."""
 Head = Literal["lm", "value", "scalar"]
 """What a model makes of tokens: a language model's logits, a value each, or one score of the whole answer."""
 
@@ -358,6 +360,9 @@ class RolloutWorkerSpec(FrozenConfig):
     teacher_prompt_tokens: int = 0
     """Longest prompt of teachers' own that samples carry; 0: they carry none."""
     rollout: RolloutConfig
+    token_timeout_s: float = TOKEN_TIMEOUT_S
+    """A generation server that brings no token of an answer for so long is taken for hung; no less than it may take to
+    read weights."""
     experts: RoutedExpertsSpec | None = None
     """The experts that samples carry; None where they carry none."""
     held_out: HeldOutSpec | None = None

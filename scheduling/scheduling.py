@@ -69,8 +69,6 @@ def _quoted_time(value: Any) -> Any:
 
 
 _TimeLimit = Annotated[str, BeforeValidator(_quoted_time), _checked(parse_time_limit)]
-# sbatch has its own words for moments ("now+2hours", "noon"), and refuses others.
-_PointInTime = Annotated[str, BeforeValidator(_quoted_time), _word(r"[A-Za-z0-9.:/+ -]+")]
 
 
 class AllocationNeeds(FrozenModel):
@@ -93,8 +91,7 @@ class AllocationNeeds(FrozenModel):
 
 
 NEEDS = tuple(AllocationNeeds.model_fields)
-TIMES = ("time_limit", "begin", "deadline")
-ALLOCATION_FIELDS = (*NEEDS, *TIMES)
+ALLOCATION_FIELDS = (*NEEDS, "time_limit")
 """Fields that are set for a whole allocation: in `launch`, or in the groups' scheduling."""
 
 
@@ -166,12 +163,8 @@ class JobOptions(AllocationNeeds):
 
     time_limit: _TimeLimit | None = None
     """Longest run in a SLURM form ("30", "12:00:00", "2-12"); None is the partition's default."""
-    begin: _PointInTime | None = None
-    """Earliest start ("now+2hours", "2026-01-31T08:00"); None is at once."""
-    deadline: _PointInTime | None = None
-    """Time by which the job must be able to end, or SLURM removes it; None is never."""
     extra_sbatch_arguments: tuple[Annotated[str, AfterValidator(check_extra_argument)], ...] = ()
-    """More options of sbatch, each as one text ("--licenses=matlab:1"); those that corral sets itself are refused."""
+    """More options of sbatch, each as one text ("--licenses=matlab:1", "--begin=now+2hours"); options that corral sets itself are refused."""  # noqa: E501
 
 
 GIB_MB = 1024

@@ -16,7 +16,15 @@ from pydantic.fields import FieldInfo
 
 from corral.experiments.errors import KeyPath, dotted, show_value
 from corral.experiments.experiment import Experiment
-from corral.experiments.loading.schema import alternatives, entries, key_paths, model_at, purpose, submodel
+from corral.experiments.loading.schema import (
+    alternatives,
+    entries,
+    key_paths,
+    model_at,
+    names_of_entries,
+    purpose,
+    submodel,
+)
 from corral.experiments.loading.validation import OLD_KEYS
 from corral.experiments.registry import EXPERIMENTS
 from corral.scheduling.scheduling import Scheduling, default_scheduling
@@ -189,9 +197,12 @@ def _type_name(member: Any) -> str:
     if member in plain:
         return plain[member]
     if (model := entries(member)) is not None:
-        return f"mapping of names to [{_title(model)}](#{_title(model).lower()})"
-    if get_origin(member) is dict and get_args(member)[0] is not str:
-        return "mapping of numbers to numbers"
+        names = ", ".join(f"`{name}`" for name in names_of_entries(member)) or "names"
+        return f"mapping of {names} to [{_title(model)}](#{_title(model).lower()})"
+    if names := names_of_entries(member):
+        return f"mapping of {', '.join(f'`{name}`' for name in names)} to text"
+    if get_origin(member) is tuple and alternatives(get_args(member)[0]) == (float,):
+        return f"list of {len(get_args(member))} numbers"
     return {list: "list of text", tuple: "list of text", dict: "mapping of text to text"}[get_origin(member)]
 
 

@@ -40,6 +40,7 @@ from corral.experiments.trial.login_shell import leave_login_shell
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.tether import die_with_parent
 from corral.experiments.trial.trust import Trust
+from corral.experiments.worker_specs import TOKEN_TIMEOUT_S
 from corral.workers.data.held_out import MAJORITY, added, means, pass_at_k
 from corral.workers.data.prompts import open_problems
 from corral.workers.generation.backend import ServerAccess
@@ -123,7 +124,7 @@ async def evaluate(request: EvaluationRequest, *, gpus: int) -> EvaluationResult
             sampling=config.sampling,
             tokenizer=prompts.tokenizer,
             stop_token_ids=eos_token_ids(request.weights),
-            token_timeout_s=rollout.token_timeout_s,
+            token_timeout_s=TOKEN_TIMEOUT_S,
         )
         groups = GroupMaker(
             judge,

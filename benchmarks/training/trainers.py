@@ -106,7 +106,7 @@ class PlainLoop:
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": OPTIMIZER.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
+        betas = OPTIMIZER.betas
         self._optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=betas, eps=OPTIMIZER.eps, fused=True)
         self._batches = batches
         self._count = sum(len(ids) - 1 for batch in batches for ids in batch)

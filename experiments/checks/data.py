@@ -106,8 +106,10 @@ def check_columns(dataset: DatasetConfig, checked: CheckedDataset) -> Iterator[C
     """Columns that are read where rows have them, and that none has."""
     for name, source in dataset.all_sources.items():
         place = ("dataset", "sources", name) if name else ("dataset",)
-        for column, what in (("temperature", "a temperature"), ("teacher_prompt", "a prompt for teachers")):
-            yield from check_field(getattr(source.columns, column), what, checked, (*place, "columns", column))
+        named = source.columns
+        yield from check_field(named.get("temperature"), "a temperature", checked, (*place, "columns", "temperature"))
+        path = (*place, "columns", "teacher_prompt")
+        yield from check_field(named.get("teacher_prompt"), "a prompt for teachers", checked, path)
 
 
 def check_length(
@@ -144,7 +146,7 @@ def dataset_warnings(
     unread = {"answer"} if kind == "preferences" else {"chosen", "rejected"}
     unread |= {"teacher_prompt", "temperature"} if kind in ("conversations", "preferences") else set()
     for name, one in datasets.items():
-        given = {column for source in one.all_sources.values() for column in source.columns.model_fields_set}
+        given = {column for source in one.all_sources.values() for column in source.columns}
         for key in sorted(unread & given):
             yield f"{name}.columns.{key} has no effect: rows of this experiment are {kind}"
     if evaluation is not None and kind == "preferences" and evaluation.model_fields_set & {"sampling", "more"}:

@@ -1,7 +1,7 @@
 """How a model learns: the settings of the losses and advantages in `corral.workers.algorithms`."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -20,11 +20,18 @@ ADVANTAGE_NAMES = ("group_relative", "rloo", "opo", "rewards_to_go", "gae", "non
 """The advantages that `corral.workers.algorithms.advantage` has under these names."""
 
 
-_OF_DECOUPLED_LOSS = (
-    "behav_imp_weight_mode", "behav_imp_weight_floor", "behav_imp_weight_level", "off_policy_mask",
-)  # fmt: skip
-
-
+_Floor: TypeAlias = Annotated[float, Field(gt=0.0, lt=1.0)]
+_Cap: TypeAlias = Annotated[float, Field(gt=1.0)]
+RatioLevel = Literal["token", "sequence", "geometric"]
+"""Whose importance sampling ratio a token has: its own, or the product or geometric mean of its answer's."""
+_LEVEL_AND_TRUNCATES: Mapping[str, tuple[RatioLevel, bool]] = {
+    "token_mask": ("token", False),
+    "token_truncate": ("token", True),
+    "sequence_mask": ("sequence", False),
+    "sequence_truncate": ("sequence", True),
+    "geometric_mask": ("geometric", False),
+    "geometric_truncate": ("geometric", True),
+}
 LEAST_PROMPTS, LEAST_TOKENS = 8, 100
 """Prompts of a step, and tokens of older weights, that can be compared with the trainer's numbers."""
 
@@ -120,25 +127,19 @@ class PPOConfig(FrozenConfig):
     """Tokens that `fixed_divisor` divides an answer's sum by; None is rollout.sampling.max_new_tokens."""
     use_decoupled_loss: bool = True
     """Clip around the policy at the start of the step and weight by its ratio to the policy that generated."""
-    behav_imp_weight_cap: float | None = Field(default=5.0, gt=1.0)
-    """Bound of a token's behaviour importance weight; None keeps all weights as they are."""
-    behav_imp_weight_mode: Literal["drop", "truncate"] = "drop"
-    """Whether tokens beyond a bound leave the loss, or stay with the bound as their weight."""
-    behav_imp_weight_floor: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """A lower bound of that weight, for which the same holds (IcePop); None has none."""
-    behav_imp_weight_level: Literal["token", "answer", "answer_mean"] = "token"
-    """Whether each token has a weight of its own, or all of an answer the product of its tokens' weights, or their geometric mean."""  # noqa: E501
-    off_policy_mask: float | None = Field(default=None, gt=0.0)
-    """Answers with a negative advantage leave the loss if the policy has moved away from them by more than this many nats per token since they were made (DeepSeek-V3.2); None keeps all."""  # noqa: E501
+    is_ratio_clip: _Cap | tuple[_Floor, _Cap] | None = 5.0
+    """Bounds of a token's importance sampling ratio, proximal to behaviour policy: an upper bound, or [lower, upper] (IcePop). None bounds nothing."""  # noqa: E501
+    is_ratio_mode: Literal[
+        "token_mask", "token_truncate", "sequence_mask", "sequence_truncate", "geometric_mask", "geometric_truncate"
+    ] = "token_mask"
+    """Whether tokens whose ratio is beyond a bound leave the loss (mask), or stay with the bound as their ratio (truncate); and whose ratio is meant: each token's own, or for all tokens of an answer the product of their ratios (sequence) or its geometric mean."""  # noqa: E501
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of an entropy bonus, whose gradient is estimated from the sampled tokens."""
     gap_alarm: float | None = Field(default=None, gt=0.0)
     """A token whose log-probability differs by more than this many nats between generator and trainer, with the same
     weights, is an alarm in rl-status; None is 0.001, or 0.5 where one of them computes in bfloat16, or the generator
     rounds its weights or keeps older keys and values (`weights.update_mode: in_place`), or answers of several versions
-    are trained on with the experts of each (`router_replay` above `rollout.max_head_offpolicyness: 0`)."""
-    router_replay: bool = True
-    """With a mixture of experts, whether the trainer computes each token by the experts that made it (R3, https://arxiv.org/abs/2510.11370), and does not choose anew, by other roundings than the generator's; samples carry 2 bytes per token, mixture layer and expert. Other models have nothing to replay."""  # noqa: E501
+    are trained on with the experts of each (a mixture above `rollout.max_head_offpolicyness: 0`)."""
     advantage: Annotated[str, AfterValidator(lambda text: named_or_imported(text, ADVANTAGE_NAMES))] = "group_relative"
     """group_relative, rloo and opo compare the answers to one prompt, rewards_to_go compares nothing, gae asks a
     critic, none reads no rewards (with `distillation`); or the import path of an estimator of your own."""
@@ -158,18 +159,10 @@ class PPOConfig(FrozenConfig):
     """What a teacher adds to the advantages."""
     early_stop_imp_ratio: float | None = Field(default=5.0, gt=1.0)
     """A mean importance ratio above this ends the train step before the update; None never does."""
-    early_stop_kl: float | None = Field(default=None, gt=0.0)
-    """So does a mean of log(center / current) above this, in nats per token."""
-    reward_scale: float = 1.0
-    """Rewards are multiplied by this after `reward_bias` was subtracted."""
-    reward_bias: float = 0.0
-    """Subtracted from each reward."""
-    max_reward_clip: float = Field(default=20.0, gt=0.0)
-    """Scaled rewards are clipped to plus or minus this."""
     mask_no_eos_with_zero: bool = False
     """Whether an answer that was cut off by the token limit gets reward 0."""
     overlong_buffer: int | None = Field(default=None, ge=1)
-    """Tokens before `overlong_limit` in which an answer's reward falls, evenly, by 1 before `reward_bias` and `reward_scale` (DAPO); None leaves long answers alone."""  # noqa: E501
+    """Tokens before `overlong_limit` in which an answer's reward falls, evenly, by 1 (DAPO); None leaves long answers alone."""  # noqa: E501
     overlong_limit: int | None = Field(default=None, ge=1)
     """Tokens from which on an answer has the whole penalty; None is rollout.sampling.max_new_tokens."""
 
@@ -194,7 +187,7 @@ class PPOConfig(FrozenConfig):
             ),
             (self.loss_reduction == "fixed_divisor", "loss_reduction: fixed_divisor", "loss_divisor"),
             (self.overlong_buffer is not None, "overlong_buffer", "overlong_limit"),
-            (self.use_decoupled_loss, "use_decoupled_loss", *_OF_DECOUPLED_LOSS),
+            (self.use_decoupled_loss, "use_decoupled_loss", "is_ratio_mode"),
         ):
             for name in [] if is_used else changed(self, names):
                 is_of_algorithm = PRESETS.get(self.algorithm or "", {}).get(name) == getattr(self, name)
@@ -208,8 +201,8 @@ class PPOConfig(FrozenConfig):
                 "answer would be too long",
                 "a fifth of it is usual",
             )
-        if self.behav_imp_weight_mode == "truncate" and self.behav_imp_weight_cap is None:
-            raise RuleError("behav_imp_weight_mode truncate needs behav_imp_weight_cap", "5.0 is usual")
+        if self.truncates_ratios and self.is_ratio_clip is None:
+            raise RuleError(f"is_ratio_mode {self.is_ratio_mode} needs is_ratio_clip", "5.0 is usual")
         return self
 
     @property
@@ -218,11 +211,24 @@ class PPOConfig(FrozenConfig):
         return self.n_minibatches * self.sample_reuse
 
     @property
+    def is_ratio_bounds(self) -> tuple[float | None, float | None]:
+        """Lower and upper bound of `is_ratio_clip`."""
+        return self.is_ratio_clip if isinstance(self.is_ratio_clip, tuple) else (None, self.is_ratio_clip)
+
+    @property
+    def truncates_ratios(self) -> bool:
+        """Whether a token beyond a bound stays, with the bound as its ratio."""
+        return _LEVEL_AND_TRUNCATES[self.is_ratio_mode][1]
+
+    @property
+    def is_ratio_level(self) -> RatioLevel:
+        """Whose ratio a token has."""
+        return _LEVEL_AND_TRUNCATES[self.is_ratio_mode][0]
+
+    @property
     def drops_tokens(self) -> bool:
-        """Whether the weight of a token may take it out of the loss."""
-        bounds = (self.behav_imp_weight_cap, self.behav_imp_weight_floor)
-        beyond_bounds = self.behav_imp_weight_mode == "drop" and bounds != (None, None)
-        return self.use_decoupled_loss and (beyond_bounds or self.off_policy_mask is not None)
+        """Whether the ratio of a token may take it out of the loss."""
+        return self.use_decoupled_loss and self.is_ratio_clip is not None and not self.truncates_ratios
 
     @property
     def needs_critic(self) -> bool:

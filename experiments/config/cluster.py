@@ -11,7 +11,6 @@ from corral.experiments.config.base import FrozenConfig
 from corral.scheduling.placement import NodeShape
 from corral.scheduling.scheduling import AskedLayout, JobOptions, OptionalMemoryMb, Scheduling
 from corral.scheduling.slurm_formats import COUNTED_MEMORY, MemoryRules
-from corral.scheduling.worker_information import WORKER_KINDS, WorkerKind
 
 ASSUMED_NODE = NodeShape(cpus=64, gpus=8, mem_mb=480 * 1024)
 """A node of a cluster that was neither described nor asked."""
@@ -96,8 +95,6 @@ class SupervisionConfig(FrozenConfig):
 
     max_restarts: int = Field(default=20, ge=0)
     """Restarts of one unit before the trial fails; also the trainer epochs in a row that may end without a commit."""
-    restart_pause_s: float = Field(default=0.2, ge=0.0)
-    """Pause before the first restart; doubles with each further one within `healthy_after_s`, up to 30 s."""
     healthy_after_s: float = Field(default=600.0, gt=0.0)
     """A unit that ran this long gets its whole budget back."""
     silence_timeout_s: float = Field(default=60.0, ge=1.0)
@@ -110,22 +107,26 @@ class SupervisionConfig(FrozenConfig):
     """Time that rl-stop gives a trial to checkpoint."""
 
 
-class ElasticConfig(FrozenConfig):
-    """Further workers of a group, each a job of its own that may come and go while the trial runs."""
-
-    count: int = Field(ge=1, le=100_000)
-    """Number of such workers, beside the group's count."""
-    scheduling: Scheduling | None = None
-    """Resources of one; keys that are left out are as in the group."""
-
-
-class GroupConfig(FrozenConfig):
-    """Overrides for one group of workers."""
+class WorkersConfig(FrozenConfig):
+    """How many workers there are, and what each asks for."""
 
     count: int | None = Field(default=None, ge=1, le=100_000)
     """Number of workers; None follows from the allocation (rollout workers: one per training rank)."""
     scheduling: Scheduling | None = None
-    """Resources of one worker; in an experiment file, keys that are left out keep the default of the kind."""
+    """Resources of one worker; in an experiment file, keys that are left out keep the default of the kind, or, of
+    elastic workers, what the group has."""
+
+
+class ElasticConfig(WorkersConfig):
+    """Further workers of a group, each a job of its own that may come and go while the trial runs."""
+
+    count: int = Field(ge=1, le=100_000)
+    """Number of such workers, beside the group's count."""
+
+
+class GroupConfig(WorkersConfig):
+    """Overrides for one group of workers."""
+
     elastic: ElasticConfig | None = None
     """Workers on nodes that may be taken away, such as a preemptible partition; for generation servers and rollout workers."""  # noqa: E501
 
@@ -135,22 +136,3 @@ class GroupConfig(FrozenConfig):
         for key, scheduling in ((("scheduling",), self.scheduling), (("elastic", "scheduling"), elastic)):
             if scheduling is not None:
                 yield key, scheduling
-
-
-class GroupsConfig(FrozenConfig):
-    """Overrides per kind of worker."""
-
-    master_worker: GroupConfig = GroupConfig()
-    """The master; its count is 1."""
-    model_worker: GroupConfig = GroupConfig()
-    """Training ranks; their count follows from the allocation."""
-    generation_server: GroupConfig = GroupConfig()
-    """Generation servers; their count follows from the allocation."""
-    gserver_manager: GroupConfig = GroupConfig()
-    """The manager; its count is 1."""
-    rollout_worker: GroupConfig = GroupConfig()
-    """Rollout workers."""
-
-    def items(self) -> Iterator[tuple[WorkerKind, GroupConfig]]:
-        """Each group by its kind."""
-        return ((kind, getattr(self, kind)) for kind in WORKER_KINDS)

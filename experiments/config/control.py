@@ -17,6 +17,9 @@ def _frequency(value: Any) -> Any:
     return value
 
 
+KEPT_COMMITS = 2
+"""Commits kept on disk; if the newest is damaged, training goes on from the one before."""
+
 Every = Annotated[str, BeforeValidator(_frequency)]
 """How often: 20 steps, 1 epoch, 10 minutes, or several of these with `or` between."""
 
@@ -38,8 +41,6 @@ class TrainControl(FrozenConfig):
     save_every: Every | None = None
     """From one permanent copy of the weights (exports/) to the next, as in `commit_every`; None keeps those at the end
     only."""
-    keep_commits: int = Field(default=2, ge=2, le=64)
-    """Commits kept on disk; whoever reads the trial log remembers no more than the newest 64."""
 
     @property
     def commit_frequency(self) -> Frequency:

@@ -48,34 +48,15 @@ def _condition(text: str) -> str:
     return text
 
 
-class ColumnsConfig(FrozenConfig):
-    """How the fields of rows are called that mean something here; all others are left to rewards and agents."""
+Column = Literal[
+    "prompt", "messages", "tools", "teacher_prompt", "answer", "chosen", "rejected", "id", "temperature"
+]  # fmt: skip
+Columns = dict[Column, Annotated[str, Field(min_length=1)]]
 
-    prompt: str = Field(default="prompt", min_length=1)
-    """The prompt: a non-empty string; or, where answers are rewarded, a list of messages, which the model's own chat
-    template writes down, or a list of token ids. Of preferences it may be missing, where both answers are whole
-    conversations."""
-    messages: str = Field(default="messages", min_length=1)
-    """A whole conversation in place of prompt and answer, where answers of rows are learned: what the assistant says in
-    it is learned. Read where a row has no prompt."""
-    tools: str = Field(default="tools", min_length=1)
-    """What the model is told that it may call, beside messages: a list of OpenAI's {"type": "function", "function":
-    {...}}. A row need not have it."""
-    teacher_prompt: str | None = Field(default=None, min_length=1)
-    """What teachers read in the prompt's place, in the same forms: the prompt with a hint, or behind a worked answer.
-    Of a row without it they read the prompt. None: no row has one."""
-    answer: str = Field(default="answer", min_length=1)
-    """The reference answer. One that is learned is text, a number, which is taken as its text, or messages; one that
-    only rewards read may be anything that JSON has, such as a list of accepted answers."""
-    chosen: str = Field(default="chosen", min_length=1)
-    """The preferred answer of a pair: text, or messages."""
-    rejected: str = Field(default="rejected", min_length=1)
-    """The other answer of a pair: text, or messages."""
-    id: str = Field(default="id", min_length=1)
-    """What identifies the row; one without it is known by its number in the data, counted from 0."""
-    temperature: str | None = Field(default=None, min_length=1)
-    """The temperature of answers to the row, in the place of `rollout.sampling.temperature`: a number from 0.01 to 10.
-    A row need not have it. None samples all answers alike."""
+
+def column(columns: Columns, use: Column) -> str:
+    """The field of rows for a use that has a field by default: the field of the same name."""
+    return columns.get(use, use)
 
 
 class SourceConfig(FrozenConfig):
@@ -102,8 +83,8 @@ class SourceConfig(FrozenConfig):
     order: str | None = Field(default=None, min_length=1)
     """The field whose numbers a pass goes through from the lowest to the highest; rows that are equal in it come in an
     order of the seed's."""
-    columns: ColumnsConfig = ColumnsConfig()
-    """How the fields of rows are called."""
+    columns: Columns = {}
+    """Names of fields, where rows have others than these: `prompt` (text, or, where answers are rewarded, messages or token ids), `answer` (the reference: text, a number, messages; where only rewards read it, any JSON), `messages` (a whole conversation in place of both, where answers of rows are learned), `tools` (OpenAI's list of functions, beside messages), `chosen` and `rejected` (a pair), `id` (else a row has its number, from 0). Two fields are read only if they are named: `teacher_prompt` (what teachers read in the prompt's place) and `temperature` (0.01 to 10, in place of `rollout.sampling.temperature`)."""  # noqa: E501
     files: tuple[Path, ...] = ()
     """What `path` or `hub` stands for, as it was found at submission; nothing to be written by hand."""
 
@@ -166,7 +147,7 @@ class DatasetConfig(SourceConfig):
     @property
     def has_teacher_prompts(self) -> bool:
         """Whether teachers read what the policy does not."""
-        return any(one.columns.teacher_prompt is not None for one in self.all_sources.values())
+        return any("teacher_prompt" in one.columns for one in self.all_sources.values())
 
     def of_file(self, path: Path) -> Self:
         """Another file, whose rows are read as those here."""
@@ -177,7 +158,7 @@ class DatasetConfig(SourceConfig):
     @property
     def names_temperatures(self) -> bool:
         """Whether its rows may say how their answers are sampled."""
-        return any(one.columns.temperature is not None for one in self.all_sources.values())
+        return any("temperature" in one.columns for one in self.all_sources.values())
 
     @property
     def is_named(self) -> bool:

@@ -1,9 +1,9 @@
 """Models that are asked by OpenAI's API: behind a URL, outside of the trial, or the trial's own judge."""
 
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from corral.experiments.config.base import FrozenConfig
 from corral.scheduling.errors import RuleError
@@ -27,20 +27,12 @@ class EndpointConfig(FrozenConfig):
     """Of the API: https://host/v1. It appears in logs: no password."""
     model: str
     """As the endpoint calls it."""
-    key_variable: str = ""
-    """Name of the environment variable with the endpoint's key; "": none."""
-    key_file: Path | None = None
-    """The file with the key, readable by its owner alone; None: none."""
+    key: str = Field(default="", pattern=r"^(|\$[A-Za-z_]\w*|[/~].*)$")
+    """Where the endpoint's key is, never the key itself: $NAME, an environment variable, or a file, by a path from / or ~, that its owner alone can read. "": the endpoint wants none."""  # noqa: E501
     tries: int = Field(default=4, ge=1)
     """Of a request: where the endpoint is down or busy it is asked again, after 1 s, 2 s, 4 s up to 30 s, or when it says."""  # noqa: E501
     request_timeout_s: float = Field(default=60.0, gt=0.0)
     """Deadline of one try."""
-
-    @model_validator(mode="after")
-    def _has_one_key(self) -> Self:
-        if self.key_variable and self.key_file is not None:
-            raise RuleError("key_variable and key_file both say where the key is", "remove one")
-        return self
 
 
 class TeacherEndpointConfig(EndpointConfig):

@@ -1,17 +1,19 @@
 """What is trained: where a model's weights come from, how they are held, how they are updated."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from corral.experiments.config.algorithm import CriticConfig, named_or_imported
+from corral.experiments.config.algorithm import CriticConfig
 from corral.experiments.config.base import FrozenConfig
+from corral.experiments.config.rollout import ImportPath
 from corral.scheduling.errors import RuleError
 from corral.scheduling.packing import MicroBatchSpec
 
 _NOT_ADAPTED = ("lm_head", "embed_tokens", "score")
 
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Recompute: TypeAlias = Literal["none", "selective", "full"]
 """What of a layer is computed again in the backward pass, in place of being kept."""
 GradientSums: TypeAlias = Literal["each_micro_batch", "last_micro_batch"]
@@ -32,10 +34,8 @@ class OptimizerConfig(FrozenConfig):
     weight_decay: float = Field(default=0.05, ge=0.0, le=10.0)
     """Decoupled weight decay of matrices and embeddings, per step and multiplied by the learning rate. Biases and the
     weights of norms do not decay."""
-    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay of the first moment."""
-    beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay of the second moment."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay of the first moment, and of the second."""
     eps: float = Field(default=1e-5, gt=0.0)
     """Added to the denominator of the update."""
     warmup_steps_proportion: float = Field(default=0.001, ge=0.0, lt=1.0)
@@ -145,18 +145,30 @@ class TrainedModelConfig(ModelConfig):
         return self.lora is None or self.lora.adapter is None
 
 
-class ActorModelConfig(TrainedModelConfig):
+class OwnInterface(FrozenConfig):
+    """A model whose calls may run an interface of the user's own."""
+
+    interface: ImportPath | None = None
+    """Import path of an interface of your own that its calls run; None is the interface of its role."""
+
+    role_interface: ClassVar[str]
+
+    @property
+    def implementation(self) -> str:
+        """What its calls run, by name or import path."""
+        return self.interface or self.role_interface
+
+
+class ActorModelConfig(TrainedModelConfig, OwnInterface):
     """The policy."""
 
-    interface: Annotated[str, AfterValidator(lambda text: named_or_imported(text, ("ppo_actor",)))] = "ppo_actor"
-    """What its calls run: ppo_actor, or the import path of one of your own."""
+    role_interface: ClassVar[str] = "ppo_actor"
 
 
-class CriticModelConfig(TrainedModelConfig, CriticConfig):
+class CriticModelConfig(TrainedModelConfig, CriticConfig, OwnInterface):
     """The critic: a model that says what reward is to be expected, token by token."""
 
-    interface: Annotated[str, AfterValidator(lambda text: named_or_imported(text, ("ppo_critic",)))] = "ppo_critic"
-    """What its calls run: ppo_critic, or the import path of one of your own."""
+    role_interface: ClassVar[str] = "ppo_critic"
 
     @property
     def values(self) -> CriticConfig:
@@ -172,16 +184,15 @@ class ReferenceModelConfig(ModelConfig):
     leaves the reference as it is."""
 
 
-class RewardModelConfig(ModelConfig):
-    """The model that rewards come from."""
+class RewardModelConfig(ModelConfig, OwnInterface):
+    """The model that rewards come from: by its score, or by an interface of your own."""
 
-    interface: Annotated[str, AfterValidator(lambda text: named_or_imported(text, ("reward",)))] = "reward"
-    """What makes rewards with it: reward (its score), or the import path of one of your own."""
+    role_interface: ClassVar[str] = "reward"
     head: Literal["scalar", "lm"] = "scalar"
     """What it makes of tokens: one score of the whole answer, or log-probabilities, for an interface of your own."""
 
     @model_validator(mode="after")
     def _reward_is_a_score(self) -> Self:
-        if self.interface == "reward" and self.head != "scalar":
-            raise RuleError("interface reward gives the score of a scalar head", "set head: scalar")
+        if self.interface is None and self.head != "scalar":
+            raise RuleError("head lm needs an interface of your own", "set head: scalar, whose score is the reward")
         return self

@@ -49,11 +49,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Hao et al. 2025, https://arxiv.org/abs/2505.23585.
     "opo": {"advantage": "opo"},
     # Yao et al. 2025, https://fengyao.notion.site/off-policy-rl.
-    "tis": {"behav_imp_weight_mode": "truncate", "behav_imp_weight_cap": 2.0},
+    "tis": {"is_ratio_mode": "token_truncate", "is_ratio_clip": 2.0},
     # Liu et al. 2025, https://richardli.xyz/rl-collapse: whole answers leave the loss.
-    "mis": {"behav_imp_weight_level": "answer", "behav_imp_weight_cap": 2.0},
+    "mis": {"is_ratio_mode": "sequence_mask", "is_ratio_clip": 2.0},
     # Ling team 2025, https://arxiv.org/abs/2510.18855: tokens on either side do.
-    "icepop": {"behav_imp_weight_floor": 0.5, "behav_imp_weight_cap": 5.0},
+    "icepop": {"is_ratio_clip": (0.5, 5.0)},
     # Oh et al. 2018, https://arxiv.org/abs/1806.05635, on the answers of the step.
     "self_imitation": {
         "loss": "corral.workers.algorithms.policy_loss:SelfImitation",

@@ -59,10 +59,8 @@ class RewardPart(FrozenConfig):
     """What its number is multiplied by; 0.0 only measures it."""
     settings: dict[str, Any] = {}
     """Fields of the class, by name."""
-    timeout_s: float | None = Field(default=None, gt=0.0)
-    """Deadline of one call, counted from when it is called; None: `rollout.reward_timeout_s`."""
     concurrency: int | None = Field(default=None, ge=1)
-    """Calls at a time, in each rollout worker. None: `rollout.reward_processes` of a plain function, and 256 of an async one."""  # noqa: E501
+    """Calls at a time, in each rollout worker. Each call of a plain function has a process to itself, calls of an async one share a process. None: as many as the worker has CPUs, but 4 to 16, of a plain function, and 256 of an async one."""  # noqa: E501
     words: int = Field(default=0, ge=0, le=8192)
     """Bytes of what it says in words that go with each answer to the trainer, for people to read; of more the last ones. 0: none."""  # noqa: E501
 
@@ -173,8 +171,6 @@ class RewardConfig(FrozenConfig):
     """Deadline of one reward call, counted from when the function is called."""
     reward_retries: int = Field(default=2, ge=0)
     """Further tries of a failed reward or agent; then the prompt is dropped and counted, never given a reward of 0."""
-    reward_processes: int | None = Field(default=None, ge=1, le=4096)
-    """Processes of each rollout worker that call a plain reward, one call each at a time; None is as many as it has CPUs, but 4 to 16. Calls of an async reward share one. Each part of a reward has its own."""  # noqa: E501
 
 
 class GenerationConfig(RewardConfig):
@@ -231,8 +227,6 @@ class RolloutConfig(GenerationConfig):
     may be written `max_staleness`."""
     demonstrations: str | None = None
     """Field of rows with an answer that stands in the group for one of the policy's, and is judged as those are; rows without it, and answers that are too long, are as ever. Its tokens count as made with probability 1: see `ppo.algorithm: luffy` and `sft_mix`."""  # noqa: E501
-    length_schedule: dict[Annotated[int, Field(ge=0)], Annotated[int, Field(ge=1)]] = {}
-    """Longest answers in tokens by the train step from which on they may be so long, {0: 512, 200: 1024}: at most `sampling.max_new_tokens`, which is said of all other steps. A prompt's step is the one that its answers are made for."""  # noqa: E501
     max_concurrent_rollouts: int | None = Field(default=None, ge=1)
     """Prompts in flight at a time over all rollout workers; None is the train batch size."""
     reorder_window: int | None = Field(default=None, ge=1)
@@ -261,11 +255,6 @@ class RolloutConfig(GenerationConfig):
     """The trial's own judge, which a reward with the settings {url: trial} asks. See docs/rewards.md."""
     environment: EnvironmentConfig | None = None
     """An environment of a package, whose tasks are the prompts and which gives the rewards, in place of an agent."""
-    spool: Literal["disk", "memory"] = "disk"
-    """Where a rollout worker keeps finished prompts until a commit covers them, and finished turns with `episode.can_replay`. `disk`: in the trial's folder, where they outlive it. `memory`: they are lost with it, and made anew. Either way every prompt is trained on once."""  # noqa: E501
-    token_timeout_s: float = Field(default=300.0, gt=0.0)
-    """A generation server that has brought no token of an answer for so long, since it was asked or since the last
-    token, is taken for hung; longer than a server stands still to read weights."""
 
     @model_validator(mode="after")
     def _shows_answers_to_prompts(self) -> Self:
@@ -273,24 +262,9 @@ class RolloutConfig(GenerationConfig):
             raise RuleError("demonstrations are answers to prompts, and no episodes", "remove agent or environment")
         return self
 
-    @model_validator(mode="after")
-    def _schedules_no_longer_answers(self) -> Self:
-        if (longest := max(self.length_schedule.values(), default=0)) > self.sampling.max_new_tokens:
-            raise RuleError(
-                f"length_schedule has {longest} tokens, and sampling.max_new_tokens, by which memory is planned, is "
-                f"{self.sampling.max_new_tokens}",
-                "raise that",
-            )
-        return self
-
     @property
     def served_teachers(self) -> Mapping[str, TeacherEndpointConfig]:
         return self.teachers if self.teacher is None else {"": self.teacher, **self.teachers}
-
-    def longest_answer(self, step: int) -> int:
-        """Tokens that an answer to a prompt of a train step may have."""
-        begun = [first for first in self.length_schedule if first <= step]
-        return self.length_schedule[max(begun)] if begun else self.sampling.max_new_tokens
 
     @property
     def makes_episodes(self) -> bool:
@@ -384,8 +358,6 @@ class SglangConfig(FrozenConfig):
     """The Python that has SGLang installed; None is `.venv-sglang` beside corral's own environment (`make sglang`)."""
     flags: dict[str, FlagValue] = {}
     """More flags of SGLang's server, by name without the dashes in front: {mem-fraction-static: 0.8}. true is a flag without a value, false leaves it out, a list is several values."""  # noqa: E501
-    max_restarts: int = Field(default=3, ge=0)
-    """Restarts of a server that died or hung before its worker ends, which the supervisor then starts again; one that ran for `supervision.healthy_after_s` gets them all back."""  # noqa: E501
 
     @property
     def rounding_flags(self) -> list[str]:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import cast
 
 from corral.experiments.config.condition import Condition
-from corral.experiments.config.data import DatasetConfig, RowKind, SourceConfig
+from corral.experiments.config.data import DatasetConfig, RowKind, SourceConfig, column
 from corral.experiments.datasets.formats import find_files, name_of, open_rows, unreadable
 from corral.experiments.datasets.row_files import RowFiles, fingerprint, plain
 from corral.experiments.datasets.row_parser import DatasetRow, RowError, RowParser, row_id_of
@@ -62,7 +62,7 @@ def index_rows(rows: RowFiles, config: SourceConfig, *, before: str, left_out: C
     Raises:
         PlacedError: if a row can have no name, or has that of another one; if `where` or `order` cannot be asked of it.
     """
-    wanted, key, where = range(len(rows))[config.first_and_last], config.columns.id, _Where(rows, config)
+    wanted, key, where = range(len(rows))[config.first_and_last], column(config.columns, "id"), _Where(rows, config)
     index, order, number = RowIndex(), config.order, -1
     fields = (key, *where.fields) if order is None else (key, *where.fields, order)
     try:

@@ -15,7 +15,7 @@ from decimal import Decimal
 from itertools import takewhile
 from typing import Any
 
-from corral.experiments.config.data import ColumnsConfig, RowKind
+from corral.experiments.config.data import Columns, RowKind, column
 from corral.experiments.errors import closest, show_value
 from corral.experiments.prompts.messages import ToolSchema, check_tools, from_json_text, json_text, plain_messages
 from corral.experiments.prompts.row_prompts import Answer, Prompt, is_ids
@@ -61,7 +61,7 @@ class RowError(RuleError):
 class RowParser:
     """Of one source."""
 
-    columns: ColumnsConfig
+    columns: Columns
     kind: RowKind
 
     @property
@@ -78,7 +78,7 @@ class RowParser:
             hint = "write {" + ", ".join(f'"{what}": ...' for what in ("prompt", *self._answer_columns)) + "}"
             raise RowError(f"row is no JSON object but {show_value(fields)}", hint)
         prompt, answers = self._prompt_and_answers(fields)
-        key = self.columns.teacher_prompt
+        key = self.columns.get("teacher_prompt")
         has_messages = not isinstance(prompt, str) and not is_ids(prompt)
         if has_messages and prompt and plain_messages(prompt) in [list(answer[: len(prompt)]) for answer in answers]:
             hint = "take it out of the answer; or name a field that no row has with columns.prompt"
@@ -99,17 +99,17 @@ class RowParser:
     def _answer_columns(self) -> dict[str, str]:
         """The field of each answer that a row has, by what it is."""
         if self.kind == "preferences":
-            return {"chosen": self.columns.chosen, "rejected": self.columns.rejected}
-        return {"answer": self.columns.answer}
+            return {"chosen": column(self.columns, "chosen"), "rejected": column(self.columns, "rejected")}
+        return {"answer": column(self.columns, "answer")}
 
     def _prompt_and_answers(self, fields: Mapping[str, Any]) -> tuple[Prompt, tuple[Answer, ...]]:
-        has_prompt = fields.get(self.columns.prompt) is not None
-        if self.kind == "conversations" and not has_prompt and fields.get(self.columns.messages) is not None:
-            return (), (self._messages(fields, self.columns.messages),)
+        has_prompt = fields.get(column(self.columns, "prompt")) is not None
+        if self.kind == "conversations" and not has_prompt and fields.get(column(self.columns, "messages")) is not None:
+            return (), (self._messages(fields, column(self.columns, "messages")),)
         if self.kind != "preferences" or has_prompt:
-            return self._prompt(fields, self.columns.prompt), self._answers(fields)
+            return self._prompt(fields, column(self.columns, "prompt")), self._answers(fields)
         if any(fields.get(key) is None for key in self._answer_columns.values()):
-            raise _missing(fields, self.columns.prompt, "prompt", "")
+            raise _missing(fields, column(self.columns, "prompt"), "prompt", "")
         return _common_beginning(*self._answers(fields))
 
     def _prompt(self, fields: Mapping[str, Any], key: str) -> Prompt:
@@ -138,7 +138,7 @@ class RowParser:
         return messages
 
     def _tools(self, fields: Mapping[str, Any]) -> tuple[ToolSchema, ...]:
-        key = self.columns.tools
+        key = column(self.columns, "tools")
         try:
             return check_tools(fields.get(key) or ())
         except ValueError as error:
@@ -146,7 +146,7 @@ class RowParser:
             raise RowError(f"{key!r} {error}", hint) from error
 
     def _temperature(self, fields: Mapping[str, Any]) -> float | None:
-        key, (least, most) = self.columns.temperature, _TEMPERATURES
+        key, (least, most) = self.columns.get("temperature"), _TEMPERATURES
         given = None if key is None or self.learns_answers else fields.get(key)
         if given is None:
             return None

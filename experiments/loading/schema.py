@@ -12,7 +12,7 @@ import re
 import textwrap
 import types
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
@@ -46,6 +46,14 @@ def entries(annotation: Any) -> type[BaseModel] | None:
         if get_origin(member) is dict:
             return submodel(get_args(member)[1])
     return None
+
+
+def names_of_entries(annotation: Any) -> tuple[str, ...]:
+    """The names that a mapping may have, where they are not the user's to choose."""
+    for member in alternatives(annotation):
+        if get_origin(member) is dict and get_origin(get_args(member)[0]) is Literal:
+            return get_args(get_args(member)[0])
+    return ()
 
 
 def field_at(model: type[BaseModel], path: KeyPath) -> FieldInfo | None:
@@ -82,8 +90,10 @@ def key_paths(model: type[BaseModel], prefix: KeyPath = ()) -> Iterator[tuple[Ke
         yield path, field
         if (below := submodel(field.annotation)) is not None:
             yield from key_paths(below, path)
-        elif (below := entries(field.annotation)) is not None:
-            yield from key_paths(below, (*path, "NAME"))
+            continue
+        below = entries(field.annotation)
+        for name in names_of_entries(field.annotation) or ("NAME",) * (below is not None):
+            yield from key_paths(below, (*path, name)) if below is not None else [((*path, name), field)]
 
 
 def accepts(field: FieldInfo | None, kind: Any) -> bool:

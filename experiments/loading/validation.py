@@ -25,7 +25,7 @@ from corral.experiments.errors import (
     shorten,
     show_value,
 )
-from corral.experiments.loading.schema import field_at, key_paths, model_at, purpose
+from corral.experiments.loading.schema import field_at, key_paths, model_at, names_of_entries, purpose
 from corral.scheduling.errors import message_and_hint
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -41,8 +41,7 @@ _WORDS_BY_KEY: Mapping[str, tuple[str, ...]] = {
     "optimizer.warmup_steps_proportion": ("warmup_ratio",),
     "optimizer.lr_schedule": ("lr_scheduler_type",),
     "optimizer.gradient_clipping": ("max_grad_norm", "clip_grad"),
-    "optimizer.beta1": ("adam_beta1",),
-    "optimizer.beta2": ("adam_beta2",),
+    "optimizer.betas": ("adam_beta1", "adam_beta2"),
     "group_size": ("num_generations", "n_samples", "n_samples_per_prompt", "rollout_n"),
     "kl.coef": ("kl_coef", "kl_beta", "kl_ctl", "kl_loss_coef", "init_kl_coef"),
     "eps_clip": ("epsilon", "cliprange", "clip_ratio"),
@@ -50,9 +49,8 @@ _WORDS_BY_KEY: Mapping[str, tuple[str, ...]] = {
     "c_clip": ("clip_ratio_c", "delta"),
     "loss_reduction": ("loss_agg_mode", "loss_type"),
     "group_std_normalization": ("norm_adv_by_std_in_grpo", "scale_rewards"),
-    "behav_imp_weight_cap": ("behave_imp_weight_cap", "rollout_is_threshold", "vllm_importance_sampling_clip_max"),
-    "behav_imp_weight_level": ("rollout_is", "vllm_importance_sampling_mode"),
-    "off_policy_mask": ("off_policy_mask_threshold",),
+    "is_ratio_clip": ("behave_imp_weight_cap", "rollout_is_threshold", "vllm_importance_sampling_clip_max"),
+    "is_ratio_mode": ("rollout_is", "vllm_importance_sampling_mode"),
     "entropy_coef": ("entropy_coeff",),
     "overlong_buffer": ("overlong_tokens",),
     "drop_uniform_groups": ("filter_groups", "dynamic_sampling"),
@@ -77,6 +75,7 @@ _KEY_BY_WORD = {word: key for key, words in _WORDS_BY_KEY.items() for word in wo
 
 OLD_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
+        "trial": ("", "rl-submit -n names a trial"),
         "control.commit_every_steps": ("commit_every: {} steps", ""),
         "control.commit_every_epochs": ("commit_every: {} epochs", ""),
         "control.commit_every_seconds": ("commit_every: {} seconds", ""),
@@ -94,17 +93,45 @@ OLD_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "timeline.max_size": ("", "16 MB are kept of each worker"),
         "optimizer.muon": ("", "the momentum is Nesterov's, of 0.95, with 5 Newton-Schulz steps, at the rate `lr`"),
         "optimizer.decays_biases_and_norms": ("", "biases and norms do not decay"),
+        "optimizer.beta1": ("betas: [{}, 0.95]", ""),
+        "optimizer.beta2": ("betas: [0.9, {}]", ""),
         "n_seqs": ("", "a call takes the whole batch"),
         "critic.value": ("value_eps_clip and value_norm, as keys of critic", "value_norm_decay is 0.99995"),
         "dpo.desirable_weight": ("", "it is 1"),
         "dpo.undesirable_weight": ("", "it is 1"),
+        "ppo.behav_imp_weight_cap": ("is_ratio_clip: {}", ""),
+        "ppo.behav_imp_weight_floor": ("is_ratio_clip: [{}, 5.0]", ""),
+        "ppo.behav_imp_weight_mode": ("is_ratio_mode: token_mask or token_truncate", "its values have other names"),
+        "ppo.behav_imp_weight_level": ("is_ratio_mode: sequence_mask or geometric_mask", "its values have other names"),
+        "ppo.off_policy_mask": ("", "a loss of your own masks other tokens"),
         "kl.horizon": ("", "it is 10,000 answers"),
-        "ppo.overlong_penalty": ("", "it is 1; ppo.reward_scale scales all of the reward"),
+        "ppo.overlong_penalty": ("", "it is 1"),
+        "ppo.reward_scale": ("", "the weight of a part of rollout.reward scales it"),
+        "ppo.reward_bias": ("", "a reward function may subtract it"),
+        "ppo.max_reward_clip": ("", "a reward function may clip it"),
+        "ppo.early_stop_kl": ("early_stop_imp_ratio, a bound of the mean ratio", ""),
+        "sglang.max_restarts": ("", "it is 3"),
+        "rollout.token_timeout_s": ("", "it is 300 s, or weights.update_timeout_s where that is longer"),
+        "rollout.reward_processes": ("concurrency: {} in a part of rollout.reward", ""),
+        "ppo.router_replay": ("", "the trainer replays the generator's experts where it can"),
+        "rollout.spool": ("", "it is on disk"),
+        "rollout.length_schedule": (
+            "",
+            "an agent may ask for shorter answers",
+        ),
+        "teacher.key_file": ("key: {}", ""),
+        "teacher.key_variable": ("key: ${}", ""),
         "rollout.schedule_policy": ("", "a request goes to the server with the fewest requests"),
         "rollout.max_updating_share": ("", "all servers take over new weights as soon as they can"),
-        "rollout.first_token_timeout_s": ("token_timeout_s: {}", ""),
+        "rollout.first_token_timeout_s": ("", "it is 300 s, or weights.update_timeout_s where that is longer"),
         "environment.load_timeout_s": ("", "it is 300 s"),
         "sglang.probe_timeout_s": ("", "it is 60 s"),
+        "control.keep_commits": ("", "it is 2"),
+        "supervision.restart_pause_s": ("", "it is 0.2 s, and doubles up to 30 s"),
+        "launch.begin": ("extra_sbatch_arguments: [--begin={}]", ""),
+        "launch.deadline": ("extra_sbatch_arguments: [--deadline={}]", ""),
+        "scheduling.begin": ("extra_sbatch_arguments: [--begin={}]", ""),
+        "scheduling.deadline": ("extra_sbatch_arguments: [--deadline={}]", ""),
         "launch.no_kill": ("", "SLURM requeues a job that has lost a node, which goes on from the last commit"),
         "launch.exclude_failed_nodes": ("", "later attempts avoid the nodes that failed"),
         "cluster.threads_per_core": ("", "sinfo says it"),
@@ -210,7 +237,7 @@ def _problem(details: ErrorDetails, path: KeyPath, model: type[BaseModel], sourc
         rule = f"{key} is no key any more{f': {reason}' if reason else ''}"
         hint = f"write {new}" if new else f"remove {key.rpartition('.')[2]}"
         return ConfigProblem(rule, hint, path=path, shown=show_value(details["input"]), place=source.place(path))
-    if kind == "extra_forbidden":
+    if kind == "extra_forbidden" or details["loc"][-1] == "[key]":
         return _unknown_key(path, details["input"], model, source)
     if kind == "missing":
         meaning = purpose(model, path)
@@ -230,7 +257,8 @@ def _problem(details: ErrorDetails, path: KeyPath, model: type[BaseModel], sourc
 def _unknown_key(path: KeyPath, value: Any, model: type[BaseModel], source: ConfigSource) -> ConfigProblem:
     key = str(path[-1])
     above = model_at(model, path[:-1])
-    known = list(above.model_fields) if above is not None else []
+    field = field_at(model, path[:-1])
+    known = list(above.model_fields) if above is not None else [*names_of_entries(field.annotation)] if field else []
     where = f" in {dotted(path[:-1])}" if len(path) > 1 else ""
     if elsewhere := meant_by(key, path[:-1], [other for other, _ in key_paths(model)]):
         hint = f"did you mean {' or '.join(elsewhere[:3])}?"

@@ -176,7 +176,7 @@ def write_request(directory: TrialDirectory, request: EvaluationRequest) -> Path
         try:
             link_files(directory.inside(request.source), request.weights)
         except FileNotFoundError:
-            hint = "ask for latest; control.keep_commits and control.save_every keep weights for longer"
+            hint = "ask for latest; control.save_every keeps weights for longer"
             raise ConfigError.of(f"the trial has just removed {request.source}", hint=hint) from None
     path = request_path(request.result)
     atomic_write(path, request.model_dump_json(indent=1).encode())

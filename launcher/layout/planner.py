@@ -22,7 +22,7 @@ from corral.experiments.errors import ConfigError, UnsatisfiableError
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Allocation, AllocationRole, Layout, Step
 from corral.scheduling.placement import SLACK_CPUS, SLACK_MEM_MB, NodeShape, Placement
-from corral.scheduling.scheduling import NEEDS, TIMES, AllocationNeeds, Scheduling, TasksGroup
+from corral.scheduling.scheduling import NEEDS, AllocationNeeds, Scheduling, TasksGroup
 from corral.scheduling.worker_information import LayoutKind, WorkerKind, parse_worker_id, worker_id
 
 SUPERVISED: tuple[WorkerKind, ...] = ("master_worker", "gserver_manager")
@@ -51,8 +51,7 @@ def plan_layout(plan: RunPlan, shapes: NodeShapes | None = None, *, default_part
     kind, reason = _choose(plan, pools)
     if kind == "hetjob":
         pools = _with_company_for_the_head(plan, pools, shapes or {})
-        for name in TIMES:
-            _common_value(plan, dict(plan.scheduling.items()), name)
+        _time_limit(plan, dict(plan.scheduling.items()))
     elif kind == "jobs":
         pools = _one_per_group(plan)
     allocations: list[Allocation] = []
@@ -200,18 +199,17 @@ def _free_cpus(plan: RunPlan, pool: _Pool, shapes: NodeShapes) -> int:
     return placed.num_nodes * shape.cpus - used
 
 
-def _common_value(plan: RunPlan, groups: Mapping[WorkerKind, TasksGroup], name: str) -> str | None:
-    """The one value of a field in an allocation; a group's own counts before that of launch."""
-    own = {kind: getattr(group.scheduling, name) for kind, group in groups.items()}
+def _time_limit(plan: RunPlan, groups: Mapping[WorkerKind, TasksGroup]) -> str | None:
+    """The time limit of an allocation; a group's own counts before that of launch."""
+    own = {kind: group.scheduling.time_limit for kind, group in groups.items()}
     values = {value: kind for kind, value in own.items() if value is not None}
     if len(values) > 1:
         raise ConfigError.of(
-            f"groups that start and end together ask for {name} {', '.join(values)}",
-            hint=f"set launch.{name} only",
-            path=("groups", list(values.values())[-1], "scheduling", name),
+            f"groups that start and end together ask for time_limit {', '.join(values)}",
+            hint="set launch.time_limit only",
+            path=("groups", list(values.values())[-1], "scheduling", "time_limit"),
         )
-    value: str | None = next(iter(values), getattr(plan.launch, name))
-    return value
+    return next(iter(values), plan.launch.time_limit)
 
 
 def _place_pool(
@@ -234,9 +232,11 @@ def _place_pool(
         )
     steps = _one_binding_per_node(steps, pool.groups)
     on_nodes = [[step for step in steps.values() if step.node_index == node] for node in range(placement.num_nodes)]
-    asked = {**pool.needs.model_dump(), **_times(plan, pool, role)}
+    asked = {**pool.needs.model_dump(), "time_limit": _time_limit(plan, pool.groups)}
     tasks = [group.scheduling for group in pool.groups.values()]
-    extra = chain(plan.launch.extra_sbatch_arguments, *(task.extra_sbatch_arguments for task in tasks))
+    # Other jobs are asked for once the head has begun.
+    of_trial = [one for one in plan.launch.extra_sbatch_arguments if role == "head" or not one.startswith("--be")]
+    extra = chain(of_trial, *(task.extra_sbatch_arguments for task in tasks))
     slack_cpus, slack_mem_mb = (shape.whole_cores(SLACK_CPUS), SLACK_MEM_MB) if role == "head" else (0, 0)
     cpus = max(sum(step.cpus for step in node) for node in on_nodes) + slack_cpus
     mem_mb = max(sum(step.mem_mb for step in node) for node in on_nodes) + slack_mem_mb
@@ -254,16 +254,6 @@ def _place_pool(
         memory=shape.memory,
     )
     return allocation, steps
-
-
-def _times(plan: RunPlan, pool: _Pool, role: AllocationRole) -> dict[str, str | None]:
-    if role == "elastic":  # its trial has begun, and goes on without it
-        (task,) = (group.scheduling for group in pool.groups.values())
-        return {"time_limit": asked_for(plan, task, "time_limit"), "begin": task.begin, "deadline": task.deadline}
-    times = {name: _common_value(plan, pool.groups, name) for name in TIMES}
-    if role == "group" and times["begin"] == plan.launch.begin:
-        times["begin"] = None  # its head has begun, or nobody would ask for it
-    return times
 
 
 def _place(

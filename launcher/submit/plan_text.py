@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from corral.experiments.config.control import TrainControl
+from corral.experiments.config.control import KEPT_COMMITS, TrainControl
 from corral.experiments.datasets.formats import name_of
 from corral.experiments.errors import display_path
 from corral.experiments.plan import RunPlan
@@ -104,7 +104,7 @@ def _size(plan: RunPlan, server: GenerationServerSpec) -> str:
 
 def _commits(control: TrainControl) -> str:
     exports = "at the end" if control.save_frequency.is_never else f"{control.save_frequency} and at the end"
-    return f"{control.commit_frequency}, {control.keep_commits} are kept; weights that stay: {exports}"
+    return f"{control.commit_frequency}, {KEPT_COMMITS} are kept; weights that stay: {exports}"
 
 
 def _evaluation(plan: RunPlan) -> Iterator[str]:

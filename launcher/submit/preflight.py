@@ -227,8 +227,6 @@ _FIELD_BY_COMPLAINT: Mapping[Complaint, str] = {
     Complaint.FEATURE: "constraint",
     Complaint.NODE_NAMES: "nodelist",
     Complaint.TIME_LIMIT: "time_limit",
-    Complaint.BEGIN: "begin",
-    Complaint.DEADLINE: "deadline",
     Complaint.PARTITION: "partition",
 }
 _LIMIT_HINT = (

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from corral.experiments.config.control import KEPT_COMMITS
 from corral.experiments.config.model import TrainedModelConfig
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, located
 from corral.experiments.exit_codes import UserError
@@ -112,13 +113,12 @@ def prepare(
     )
     experiment = loaded.experiment
     fileroot = (experiment.cluster.fileroot or default_fileroot()).absolute()
-    chosen = experiment.trial if trial_name is None else trial_name
-    trial = next_trial_name(fileroot / experiment.name) if chosen is None else chosen
+    trial = next_trial_name(fileroot / experiment.name) if trial_name is None else trial_name
     try:
         directory = TrialDirectory.of(fileroot, experiment=experiment.name, trial=trial)
     except ValueError as error:
         raise ConfigError.of(str(error), shown=f"-n {trial!r}") from error
-    if chosen is not None and directory.path.exists():
+    if trial_name is not None and directory.path.exists():
         raise ConfigError.of(
             f"trial {experiment.name}/{trial} exists already: {directory.path}",
             hint=f"choose another name with -n, or continue it with rl-submit --resume {experiment.name}/{trial}",
@@ -146,7 +146,7 @@ def prepare(
         checks=(*code.checks, *found.checks),
         layout=found.layout,
         code=code,
-        has_default_name=chosen is None,
+        has_default_name=trial_name is None,
         profiles=loaded.source.profiles,
         written=loaded.written,
         listed_rows=listed_rows(experiment, directory),
@@ -247,7 +247,7 @@ def _check_fileroot(fileroot: Path, directory: TrialDirectory, experiment: Exper
             hint="set cluster.fileroot or $CORRAL_FILEROOT to a folder of yours that every node sees",
             path=path,
         )
-    free, keep = shutil.disk_usage(existing).free, experiment.control.keep_commits
+    free = shutil.disk_usage(existing).free
     if not free:
         hint = "set cluster.fileroot or $CORRAL_FILEROOT to a folder on another file system"
         raise ConfigError.of(
@@ -255,12 +255,13 @@ def _check_fileroot(fileroot: Path, directory: TrialDirectory, experiment: Exper
         )
     trained = [model for model in experiment.models.values() if isinstance(model, TrainedModelConfig)]
     counts = [count.trained for model in trained if (count := count_parameters(model, head="lm")) is not None]
-    needed = _CHECKPOINT_BYTES * sum(counts) * (keep + 1)
+    needed = _CHECKPOINT_BYTES * sum(counts) * (KEPT_COMMITS + 1)
     if needed <= free:
         return ()
     return (
-        f"checkpoints need about {needed / 1e9:.3g} GB ({keep} that are kept and the next one, {_CHECKPOINT_BYTES} "
-        f"bytes per trained parameter), and {existing} has {free / 1e9:.3g} GB free: training waits for room there",
+        f"checkpoints need about {needed / 1e9:.3g} GB ({KEPT_COMMITS} that are kept and the next one, "
+        f"{_CHECKPOINT_BYTES} bytes per trained parameter), and {existing} has {free / 1e9:.3g} GB free: training "
+        "waits for room there",
     )
 
 

@@ -118,7 +118,7 @@ class UnitSpec:
     """Nothing of the trial depends on it: the same, and no exit of its own ends the trial."""
 
 
-MAX_PAUSE_S = 30.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 30.0
 TERMINATE_GRACE_S = 10.0
 KILL_GRACE_S = 5.0
 CHECK_TIMEOUT_S = 30.0  # how long an exit may wait for the cluster's word on its nodes; then it counts as a crash
@@ -376,7 +376,7 @@ class UnitMachine:
                 unit.phase, unit.is_given_up = UnitPhase.WAITING, True
                 return [GiveUpUnit(unit.spec.name, cause)]
             return self._terminate(_failure_by(first), cause, now, failed=first.task)
-        pause_s = growing_pause(unit.in_a_row, first_s=self._budgets.restart_pause_s, longest_s=MAX_PAUSE_S)
+        pause_s = growing_pause(unit.in_a_row, first_s=FIRST_PAUSE_S, longest_s=MAX_PAUSE_S)
         unit.restarts += 1
         unit.phase = UnitPhase.WAITING
         unit.start_at = now + pause_s

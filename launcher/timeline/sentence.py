@@ -20,7 +20,7 @@ from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.metrics import last_lines
 from corral.launcher.trial.watchers import dropped_share
 
-_FASTER_REWARD = "make the reward faster, or raise rollout.reward_processes"
+_FASTER_REWARD = "make the reward faster, or raise concurrency of its part"
 LATEST_STEPS = 20  # of which one alone says little
 _TAIL_BYTES = 1 << 20  # of each worker, so that many are read within a second
 _LEAST_SHARE = 0.1  # of the steps' time; what takes less is not worth a word

@@ -244,9 +244,6 @@ SCHEMA_CASES = (
         line=2,
     ),
     BrokenCase(
-        name="shell-in-trial", overrides=("trial=a;id",), words=("trial", "'a;id'", "A-Z a-z 0-9", "-s trial=a;id")
-    ),
-    BrokenCase(
         name="yes-is-no-boolean",
         edit=("  group_size: 4", "  use_decoupled_loss: yes"),
         words=("ppo.use_decoupled_loss", "true or false"),
@@ -617,7 +614,7 @@ CONTRADICTION_CASES = (
     ),
     BrokenCase(
         name="sglang-settings-without-sglang",
-        edit=("", "sglang: {max_restarts: 1}\n"),
+        edit=("", "sglang: {python: python3}\n"),
         words=("sglang", "no effect", "embedded engine", "sglang:d1"),
         line=33,
     ),
@@ -1162,11 +1159,6 @@ FILE_CASES = (
         name="vote-for-nothing",
         overrides=(r"evaluation.vote=\d+",),
         words=("evaluation.vote", "has no group", "put parentheses"),
-    ),
-    BrokenCase(
-        name="longer-answers-than-memory-is-for",
-        overrides=("rollout.length_schedule={0: 512}",),
-        words=("length_schedule has 512 tokens", "max_new_tokens"),
     ),
     BrokenCase(name="empty-dataset", files={"train.jsonl": "\n\n"}, words=("no rows", "JSON object"), line=17),
     BrokenCase(

@@ -44,6 +44,8 @@ def test_an_old_key_is_refused_with_the_new_key_or_the_reason(tmp_path: Path) ->
         "optimizer": "actor.optimizer",
         "kl": "ppo.kl",
         "environment": "rollout.environment",
+        "teacher": "rollout.teacher",
+        "scheduling": "groups.model_worker.scheduling",
         "n_seqs": "actor.n_seqs",
     }
     write_inputs(tmp_path)

@@ -59,14 +59,6 @@ def test_max_staleness_is_another_name_of_max_head_offpolicyness(folder: Path) -
         _ppo(folder, "rollout.max_head_offpolicyness=2")
 
 
-def test_a_deadline_for_tokens_that_is_shorter_than_an_update_of_weights_is_told(folder: Path) -> None:
-    assert not [line for line in _ppo(folder).find_warnings() if "token_timeout_s" in line]
-    (told,) = (
-        line for line in _ppo(folder, "rollout.token_timeout_s=100").find_warnings() if "token_timeout_s" in line
-    )
-    assert "weights.update_timeout_s: 300" in told and "raise it to 300" in told
-
-
 def test_overrides_win_and_the_last_one_most(folder: Path) -> None:
     experiment = _ppo(folder, "actor.optimizer.lr=1e-5", "seed=8", "seed=9", "rollout.sampling.top_p=0.5")
     assert (experiment.actor.optimizer.lr, experiment.seed, experiment.rollout.sampling.top_p) == (1e-5, 9, 0.5)
@@ -90,13 +82,13 @@ def test_numbers_need_no_quotes_in_overrides_of_text(folder: Path, typed: str, v
 
 def test_environment_variables_need_no_quotes_in_overrides(folder: Path) -> None:
     experiment = _ppo(folder, "groups.model_worker.scheduling.env_vars.OMP_NUM_THREADS=2")
-    scheduling = experiment.groups.model_worker.scheduling
+    scheduling = experiment.groups["model_worker"].scheduling
     assert scheduling is not None
     assert scheduling.env_vars == {"OMP_NUM_THREADS": "2"}
 
 
 def test_leading_zeros_of_a_name_survive_an_override(folder: Path) -> None:
-    assert _ppo(folder, "trial=007").trial == "007"
+    assert _ppo(folder, "name=007").name == "007"
 
 
 def test_paths_are_relative_to_the_file(
@@ -127,7 +119,7 @@ def test_tilde_is_the_home_directory(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_group_scheduling_keeps_the_defaults_of_its_kind(folder: Path) -> None:
-    scheduling = _ppo(folder, "groups.master_worker.scheduling.cpu=3").groups.master_worker.scheduling
+    scheduling = _ppo(folder, "groups.master_worker.scheduling.cpu=3").groups["master_worker"].scheduling
     assert scheduling is not None
     assert (scheduling.cpu, scheduling.mem) == (3, 20 * 1024)
 
@@ -192,14 +184,14 @@ def test_settings_without_effect_are_named(folder: Path) -> None:
         f"ref.path={folder / 'model'}",
         f"evaluation.dataset.path={folder / 'train.jsonl'}",
         "ppo.use_decoupled_loss=false",
-        "ppo.behav_imp_weight_cap=3.0",
+        "ppo.is_ratio_clip=3.0",
         "weights.transport=delta",
         "rollout.spare_answers=2",
     )
     warnings = list(experiment.find_warnings())
     assert [
         word
-        for word in ("kl.coef is 0", "training data", "behav_imp_weight_cap", "delta saves nothing", "shorter answers")
+        for word in ("kl.coef is 0", "training data", "is_ratio_clip", "delta saves nothing", "shorter answers")
         if not any(word in w for w in warnings)
     ] == []
     assert list(_ppo(folder).find_warnings()) == []
@@ -253,7 +245,7 @@ def test_a_maker_that_rounds_is_warned_of_where_the_loss_does_not_weigh_for_it(
     [warning] = _ppo(folder, *overrides, "ppo.use_decoupled_loss=false").find_warnings()
     as_is = ("allocation=sglang:d1+fsdp:d1", memory, "sglang.flags={quantization: unquant, kv-cache-dtype: auto}")
     assert list(_ppo(folder, *as_is, "ppo.use_decoupled_loss=false").find_warnings()) == []
-    assert rounds.split("=")[0] in warning and "ppo.behav_imp_weight_mode to truncate" in warning
+    assert rounds.split("=")[0] in warning and "ppo.is_ratio_mode to token_truncate" in warning
 
 
 def test_rounding_that_is_the_embedded_engines_is_not_asked_of_another(folder: Path) -> None:

@@ -119,7 +119,7 @@ def test_rows_of_another_kind_are_refused_with_the_key_that_names_the_field(tmp_
     with pytest.raises(ConfigError, match="pairs.jsonl:1: row has no chosen .*\n.*\n.*name the row's field with"):
         load(tmp_path, DPO, rows=rows)
     keys = ("dataset.columns.chosen=better", "dataset.columns.rejected=worse")
-    assert load(tmp_path, DPO, *keys, rows=rows).dataset.columns.chosen == "better"
+    assert load(tmp_path, DPO, *keys, rows=rows).dataset.columns["chosen"] == "better"
 
 
 def test_an_answer_longer_than_the_model_has_positions_is_refused(tmp_path: Path) -> None:

@@ -140,14 +140,14 @@ def test_makers_of_the_comparison_differ_in_what_they_round_and_what_the_loss_we
     for maker, overrides in quantized_makers.MAKERS.items():
         experiment = _load(recipe, tmp_path, *overrides)
         assert isinstance(experiment, AsyncPPOExperiment)
-        weighs = experiment.ppo.behav_imp_weight_mode if experiment.ppo.use_decoupled_loss else "nothing"
+        weighs = experiment.ppo.is_ratio_mode if experiment.ppo.use_decoupled_loss else "nothing"
         is_warned_of = any("engine.quantization" in warning for warning in experiment.find_warnings())
         age = experiment.rollout.max_head_offpolicyness
         seen[maker] = (experiment.engine.quantization, age, weighs, is_warned_of)
     assert seen == {
-        "float32": (None, 1, "drop", False),
-        "int8-corrected": ("int8", 1, "truncate", False),
-        "float32-fresh": (None, 0, "drop", False),
+        "float32": (None, 1, "token_mask", False),
+        "int8-corrected": ("int8", 1, "token_truncate", False),
+        "float32-fresh": (None, 0, "token_mask", False),
         "int8-fresh-uncorrected": ("int8", 0, "nothing", True),
     }
 

@@ -49,11 +49,8 @@ ppo:
   gae_lambda: 0.9
   eps_clip: 0.02
   c_clip: 1.03
-  behav_imp_weight_cap: 1.5
+  is_ratio_clip: 1.5
   kl: {coef: 0.1, place: reward, target: 2.0}
-  reward_scale: 0.5
-  reward_bias: 0.2
-  max_reward_clip: 1.0
 rollout:
   max_head_offpolicyness: 100
   sampling: {max_new_tokens: 8}

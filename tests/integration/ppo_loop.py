@@ -111,13 +111,11 @@ class PPOLoop:
 
     def _gae(self, one: Judged) -> tuple[list[float], list[float]]:
         ppo, answer = self._ppo, one.answer
-        shaped = (one.score - ppo.reward_bias) * ppo.reward_scale
-        shaped = min(max(shaped, -ppo.max_reward_clip), ppo.max_reward_clip)
         length = len(answer.old_logprobs)
         rewards = [
             -self.kl_coefficient * (old - ref) for old, ref in zip(answer.old_logprobs, one.ref.tolist(), strict=True)
         ]
-        rewards[-1] += shaped
+        rewards[-1] += one.score
         values = list(one.values)
         if not answer.is_cut_off:
             values[length] = 0.0
@@ -148,7 +146,7 @@ class PPOLoop:
 
     def _actor_losses(self, part: Sequence[Judged]) -> list[Callable[[], Tensor]]:
         """Each answer's share of the loss, to be computed when its turn comes."""
-        cap = self._ppo.behav_imp_weight_cap or math.inf
+        cap = self._ppo.is_ratio_bounds[1] or math.inf
         kept = [torch.exp(one.proximal - torch.tensor(one.answer.old_logprobs)) <= cap for one in part]
         count = sum(int(mask.sum()) for mask in kept)
         return [_later(self._actor_loss, one, mask, count) for one, mask in zip(part, kept, strict=True)]
@@ -219,7 +217,7 @@ class _Optimizer:
             {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
         ]
         self._parameters, self._limit = parameters, config.gradient_clipping
-        self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+        self._adamw = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
     def step(self, shares: Sequence[Callable[[], Tensor]]) -> float:
         """One update with the sum of the shares, which it returns."""

@@ -1,8 +1,13 @@
 """Rewards that make trials suffer, imported by their workers."""
 
+import itertools
 import random
 from collections.abc import Mapping
 from typing import Any
+
+from corral.agents import Session, Task
+
+_EPISODES = itertools.count()
 
 
 def nothing(problem: Mapping[str, Any], answer: str) -> float:
@@ -30,3 +35,9 @@ def often_failing(problem: Mapping[str, Any], answer: str) -> float:
     if sum(map(ord, str(problem["id"]))) % 3 == 2:
         raise ValueError("a row that nobody can judge")
     return halved(problem, answer)
+
+
+async def growing(task: Task, session: Session) -> float:
+    """An agent: answers of one token, and after 24 steps of 4 prompts with 4 answers each of up to 8."""
+    await session.generate(max_new_tokens=1 if next(_EPISODES) < 24 * 4 * 4 else 8)
+    return random.random()

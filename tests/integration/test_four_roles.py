@@ -78,11 +78,8 @@ def usual(four_roles: Path) -> PPOLoop:
         "ppo.gae_lambda=1.0",
         "ppo.eps_clip=0.03",
         "ppo.c_clip=null",
-        "ppo.behav_imp_weight_cap=null",
+        "ppo.is_ratio_clip=null",
         "ppo.kl.coef=0.2",
-        "ppo.reward_scale=1.0",
-        "ppo.reward_bias=0",
-        "ppo.max_reward_clip=0.3",
     ],
 )
 def test_every_setting_of_the_loop_decides_weights(setting: str, usual: PPOLoop, four_roles: Path) -> None:

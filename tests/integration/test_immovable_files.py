@@ -18,9 +18,7 @@ from tests.integration.trial_helpers import Trial
 
 @pytest.mark.slow
 def test_a_trial_goes_on_past_files_that_cannot_be_removed(start_trial: Callable[..., Trial]) -> None:
-    trial = start_trial(
-        num_rows=160, pause_s=0.02, overrides={"evaluation.every": "1000 steps", "control.keep_commits": 2}
-    )
+    trial = start_trial(num_rows=160, pause_s=0.02, overrides={"evaluation.every": "1000 steps"})
     trial.wait_for_steps(2)
     trial.wait_for_uncommitted_step(commit_every_steps=1)
     directory, memory = trial.directory, MEMORY / f"corral-weights-{trial.uuid}"

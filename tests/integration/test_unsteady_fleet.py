@@ -55,7 +55,7 @@ def test_no_prompt_is_lost_and_no_token_too_old_however_unsteady_the_fleet_is(
             "rollout.sampling.max_new_tokens": 24,
             "control.commit_every": "4 steps",
             "supervision.max_restarts": 100,
-            "supervision.restart_pause_s": 0.0,
+            "supervision.healthy_after_s": 0.01,
             "supervision.silence_timeout_s": 8,
             "evaluation.every": "1000 steps",
         },

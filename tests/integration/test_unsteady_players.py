@@ -58,7 +58,7 @@ SETTINGS: dict[str, object] = {
     "rollout.sampling.max_new_tokens": 4,
     "control.commit_every": "4 steps",
     "supervision.max_restarts": 100,
-    "supervision.restart_pause_s": 0.0,
+    "supervision.healthy_after_s": 0.01,
     "supervision.silence_timeout_s": 8,
     "evaluation.every": "1000 steps",
 }

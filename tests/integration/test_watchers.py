@@ -25,11 +25,11 @@ SUFFERING: Mapping[str, Mapping[str, object]] = {
     },
     "data/dropped_for_errors": {"rollout.reward": "suffering_rewards:often_failing", "rollout.reward_retries": 0},
     "ppo/clip_fraction": UNSTEADY | {"ppo.eps_clip": 0.005, "ppo.sample_reuse": 3},
-    "train/skipped_early_stop": UNSTEADY | {"ppo.early_stop_kl": 1e-6},
-    "ppo/capped_fraction": UNSTEADY | {"ppo.behav_imp_weight_cap": 1.001},
+    "train/skipped_early_stop": UNSTEADY | {"ppo.early_stop_imp_ratio": 1.0000001},
+    "ppo/capped_fraction": UNSTEADY | {"ppo.is_ratio_clip": 1.001},
     "answers_are_alike": {"rollout.sampling.temperature": 1e-5, "rollout.reward": "suffering_rewards:nothing"},
     "ppo/ref_kl": UNSTEADY | {"ppo.kl.coef": 1e-6, "actor.optimizer.lr": 0.03},
-    "length_growth": {"rollout.length_schedule": "{0: 1, 24: 8}", "rollout.reward": "suffering_rewards:by_chance"},
+    "length_growth": {"rollout.agent": "suffering_rewards:growing", "rollout.agent_processes": 1},
     "entropy_is_gone": UNSTEADY | {"actor.optimizer.lr": 1.0, "rollout.reward": "suffering_rewards:halved"},
 }
 

@@ -139,7 +139,7 @@ def make_plan(
         config={"experiment": "stub"},
         cluster=ClusterConfig(**({"gpus_per_node": 0, "cpus_per_node": 8, "mem_per_node": 4000} | dict(cluster or {}))),
         launch=LaunchConfig(**(launch or {})),
-        supervision=SupervisionConfig(**({"restart_pause_s": 0.02, "stop_grace_s": 5.0} | dict(supervision or {}))),
+        supervision=SupervisionConfig(**({"stop_grace_s": 5.0} | dict(supervision or {}))),
         tracking=TrackingConfig(to=tuple(tracking)),
         scheduling=ExperimentScheduling(
             master_worker=TasksGroup(count=1, scheduling=small),

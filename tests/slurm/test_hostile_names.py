@@ -46,12 +46,10 @@ HOSTILE = (
     "nul\x00byte",
 )
 
-OF_LAUNCH = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "time_limit", "begin")
+OF_LAUNCH = ("partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude", "time_limit")
 FIELDS = (
     ("name",),
-    ("trial",),
     *(("launch", name) for name in OF_LAUNCH),
-    ("launch", "deadline"),
     ("groups", "model_worker", "scheduling", "gpu_type"),
     ("cluster", "bind_address"),
     ("cluster", "container_python"),
@@ -104,7 +102,7 @@ def test_a_hostile_experiment_folder_is_refused_or_read_as_it_is_named(
     folder = tmp_path / value.replace("/", "_")
     write_inputs(folder)
     (folder / "experiment.yaml").write_text(VALID_SLURM + "cluster: {fileroot: trials}\n")
-    overrides = ["launch.begin=now+1hour"]
+    overrides = ["launch.extra_sbatch_arguments=[--begin=now+1hour]"]
     try:
         submission = prepare.prepare(folder / "experiment.yaml", overrides, trial_name="t", mode="slurm")
     except ConfigError as error:

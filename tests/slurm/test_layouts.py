@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
-from corral.experiments.config.cluster import ClusterConfig, GroupConfig, GroupsConfig, LaunchConfig
+from corral.experiments.config.cluster import ClusterConfig, GroupConfig, LaunchConfig
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.model import ActorModelConfig
 from corral.launcher.cluster.jobs import Job
@@ -85,7 +85,7 @@ def groups_of(allocation: str) -> ExperimentScheduling:
         allocation=allocation,
         actor=ActorModelConfig(path=Path("model")),
         dataset=DatasetConfig(path=Path("rows.jsonl")),
-        groups=GroupsConfig(rollout_worker=GroupConfig(count=ROLLOUT_WORKERS)),
+        groups={"rollout_worker": GroupConfig(count=ROLLOUT_WORKERS)},
     )
     return experiment.scheduling_setup()
 

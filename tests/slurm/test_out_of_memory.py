@@ -32,7 +32,7 @@ def test_a_worker_that_the_kernel_ends_for_its_memory_is_said_to_have_had_too_li
         model_workers=1,
         servers=1,
         task={"mem": 256},
-        supervision={"max_restarts": 1, "restart_pause_s": 0.1},
+        supervision={"max_restarts": 1},
     )
     trial.submit()
     status = trial.wait_for_state("OOM", "FAILED", "COMPLETE", "LOST")

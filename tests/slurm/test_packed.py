@@ -77,7 +77,7 @@ def test_a_stopped_trial_goes_on_in_a_new_job(make_slurm_trial: Any) -> None:
 def test_a_queued_trial_is_shown_with_its_reason_and_stopped_without_having_run(
     make_slurm_trial: Any, cluster: Cluster
 ) -> None:
-    trial = make_slurm_trial({}, launch={"begin": "now+1hour"})
+    trial = make_slurm_trial({}, launch={"extra_sbatch_arguments": ["--begin=now+1hour"]})
     trial.submit()
     status = trial.wait_for_state("QUEUED")
     assert "begin time" in status.note

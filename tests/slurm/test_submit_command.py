@@ -34,7 +34,7 @@ def _submit(folder: Path, *arguments: str, **variables: str) -> "subprocess.Comp
 
 @pytest.mark.parametrize("layout", ["packed", "hetjob", "jobs"])
 def test_a_dry_run_prints_the_script_that_a_submission_hands_over(folder: Path, cluster: Cluster, layout: str) -> None:
-    later = ["experiment.yaml", "-n", "a", "-s", "launch.begin=now+1hour", "--layout", layout]
+    later = ["experiment.yaml", "-n", "a", "--sbatch-arg=--begin=now+1hour", "--layout", layout]
     if layout == "hetjob":
         later += ["-s", "groups.rollout_worker.scheduling.partition=spot"]
     dry = _submit(folder, *later, "--dry-run=script")

@@ -321,20 +321,20 @@ TIME_CASES = (
     ),
     RefusedCase(
         name="deadline-in-the-past",
-        edit=_launch("deadline: 2024-01-01"),
+        edit=_launch("extra_sbatch_arguments: [--deadline=2024-01-01]"),
         words=("SLURM refuses", "time limit is invalid", "launch.time_limit"),
         line=19,
     ),
     RefusedCase(
         name="deadline-before-the-begin",
-        edit=_launch("deadline: now+2hours\n  begin: now+3hours"),
-        words=("SLURM refuses", "Incompatible begin and deadline", "launch.deadline"),
+        edit=_launch("extra_sbatch_arguments: [--deadline=now+2hours, --begin=now+3hours]"),
+        words=("SLURM refuses", "Incompatible begin and deadline", "launch.extra_sbatch_arguments"),
         line=20,
     ),
     RefusedCase(
         name="begin-that-is-no-moment",
-        edit=_launch("begin: whenever"),
-        words=("SLURM refuses", "Invalid --begin", "launch.begin"),
+        edit=_launch("extra_sbatch_arguments: [--begin=whenever]"),
+        words=("SLURM refuses", "Invalid --begin", "launch.extra_sbatch_arguments"),
         line=20,
     ),
 )

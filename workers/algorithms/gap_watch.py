@@ -133,8 +133,7 @@ def _standing_causes(gap: LogprobGap, sides: TwoSides, *, version: int) -> Itera
         yield "experts: answers that newer weights continue keep those that older ones chose for their first tokens"
     if behaviour.routes_anew:
         yield (
-            "experts: the trainer chooses those of each token anew, and rounding has it choose others here and there "
-            "(ppo.router_replay)"
+            "experts: the trainer chooses those of each token anew, and rounding has it choose others here and there"
         )
     if behaviour.dtype != sides.dtype:
         yield f"arithmetic: the generator computes in {behaviour.dtype}, the trainer in {sides.dtype} (actor.dtype)"

@@ -253,9 +253,9 @@ class PPOActorInterface(ModelInterface):
         self._kl = self._kl.with_state(state)
 
     def _is_near_center(self, means: Mapping[str, float]) -> bool:
-        """Whether the policy is still near the one that its data is read with; see the two limits of the config."""
-        means, ratio, kl = _over_generated(means), self._config.early_stop_imp_ratio, self._config.early_stop_kl
-        return (ratio is None or means[_RATIO] <= ratio) and (kl is None or means[_APPROX_KL] <= kl)
+        """Whether the policy is still near the one that its data is read with."""
+        ratio = self._config.early_stop_imp_ratio
+        return ratio is None or _over_generated(means)[_RATIO] <= ratio
 
     def _loss(self, scores: TokenScores, micro_batch: MicroBatch) -> LossOutput:
         config = self._config
@@ -276,8 +276,9 @@ class PPOActorInterface(ModelInterface):
         if "behaviour_weights" in keys:
             losses = losses * keys["behaviour_weights"]
             stats["ppo/behav_weight"] = keys["behaviour_weights"]
-            if config.behav_imp_weight_mode == "truncate" and config.behav_imp_weight_cap is not None:
-                stats["ppo/truncated_fraction"] = keys["behaviour_weights"] >= config.behav_imp_weight_cap
+            cap = config.is_ratio_bounds[1]
+            if config.truncates_ratios and cap is not None:
+                stats["ppo/truncated_fraction"] = keys["behaviour_weights"] >= cap
         if config.kl.coef > 0.0:
             reference = torch.where(loss_mask, keys["ref_logprobs"], 0.0)
             kl = approximate_kl(masked.logprobs, reference, estimator=config.kl.estimator_in_place)

@@ -35,7 +35,7 @@ from corral.workers.algorithms.functional.advantages import overlong_penalty
 from corral.workers.algorithms.functional.kl import adapt_kl_coefficient, approximate_kl, token_rewards
 from corral.workers.algorithms.functional.normalization import normalize_over_batch, normalize_per_group
 from corral.workers.algorithms.functional.packed import per_token, sum_per_answer
-from corral.workers.algorithms.functional.policy_losses import behaviour_weights, is_far_off_policy
+from corral.workers.algorithms.functional.policy_losses import behaviour_weights
 from corral.workers.backends.base import Numbers
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
@@ -90,7 +90,7 @@ def _num_nonfinite(sample: SequenceSample, responses: npt.NDArray[np.bool_]) -> 
 
 
 def shape_rewards(config: PPOConfig, sample: SequenceSample) -> npt.NDArray[np.float32]:
-    """[n] rewards shifted, scaled and clipped; 0 for answers that were cut off, if the configuration says so.
+    """[n] rewards; 0 for answers that were cut off, if the configuration says so.
 
     The sequences of an episode have the outcome that stands on its last one: a reward model sees each by itself.
     What makes an episode overlong is all tokens that were made in it.
@@ -104,17 +104,9 @@ def shape_rewards(config: PPOConfig, sample: SequenceSample) -> npt.NDArray[np.f
         episodes = per_token(sum_per_answer(tokens, sizes.tolist()), sizes.tolist())
         share = overlong_penalty(episodes, limit=config.overlong_limit, buffer=config.overlong_buffer)
         raw = raw - share.numpy().astype(np.float32)
-    shaped: npt.NDArray[np.float32] = np.clip(
-        (raw - config.reward_bias) * config.reward_scale, -config.max_reward_clip, config.max_reward_clip
-    ).astype(np.float32)
     if config.mask_no_eos_with_zero:
-        shaped = np.where(np.asarray(sample.data["seq_no_eos_mask"])[ends], np.float32(0.0), shaped)
-    return shaped
-
-
-def _shape_turn_rewards(config: PPOConfig, turn_rewards: Tensor) -> Tensor:
-    """Scaled and clipped like outcomes; the bias is an outcome's, whatever the number of turns."""
-    return (turn_rewards * config.reward_scale).clamp(-config.max_reward_clip, config.max_reward_clip)
+        raw = np.where(np.asarray(sample.data["seq_no_eos_mask"])[ends], np.float32(0.0), raw)
+    return raw
 
 
 def advantage_batch(config: PPOConfig, sample: SequenceSample, *, kl_coefficient: float) -> AdvantageBatch:
@@ -127,7 +119,7 @@ def advantage_batch(config: PPOConfig, sample: SequenceSample, *, kl_coefficient
         if config.kl.is_charged
         else torch.zeros(sum(lengths))
     )
-    turns = _shape_turn_rewards(config, tensors[TURN_REWARDS]) if TURN_REWARDS in tensors else None
+    turns = tensors.get(TURN_REWARDS)
     return AdvantageBatch(
         token_rewards=token_rewards(
             torch.from_numpy(shape_rewards(config, sample)),
@@ -216,25 +208,17 @@ def weigh_behaviour(
     Bounds leave no demonstration out: its weight is its probability, as that of a policy that says nothing else.
     """
     is_generated = generated(keys, loss_mask)
+    floor, cap = config.is_ratio_bounds
     weights, kept = behaviour_weights(
         proximal_logprobs,
         keys["old_logprobs"],
         is_generated,
-        cap=config.behav_imp_weight_cap,
-        floor=config.behav_imp_weight_floor,
-        truncates=config.behav_imp_weight_mode == "truncate",
-        level=config.behav_imp_weight_level,
+        cap=cap,
+        floor=floor,
+        truncates=config.truncates_ratios,
+        level=config.is_ratio_level,
         answer_lengths=answer_lengths,
     )
-    if config.off_policy_mask is not None:
-        kept = kept & ~is_far_off_policy(
-            proximal_logprobs,
-            keys["old_logprobs"],
-            keys["advantages"],
-            is_generated,
-            answer_lengths,
-            most_nats=config.off_policy_mask,
-        )
     is_shown = loss_mask & ~is_generated
     return torch.where(is_shown, proximal_logprobs.exp(), torch.where(kept, weights, 0.0)), kept | is_shown
 

@@ -81,6 +81,5 @@ def tell_routers(model: Any, rows: Tensor | None) -> None:
         routed.rows = rows
     elif rows is not None:
         raise ValueError(
-            f"samples say which experts to choose, and a {type(model).__name__} has no routers that could be told; set "
-            "ppo.router_replay to false"
+            f"samples say which experts to choose, and a {type(model).__name__} has no routers that could be told"
         )

@@ -43,7 +43,7 @@ from corral.workers.delivery.messages import (
     VerdictKind,
     uid_of_delivery,
 )
-from corral.workers.delivery.spool import MemorySpool, Spool
+from corral.workers.delivery.spool import Spool
 from corral.workers.streams.closing import AsyncClosing
 from corral.workers.streams.codec import Buffer, MessageCodec, Tensors
 from corral.workers.streams.link import DealerLink
@@ -202,7 +202,7 @@ class TrajectorySender(AsyncClosing):
     """
 
     def __init__(
-        self, security: StreamSecurity, spool: Spool | MemorySpool, *, on_verdict: Callable[[str, VerdictKind], None]
+        self, security: StreamSecurity, spool: Spool, *, on_verdict: Callable[[str, VerdictKind], None]
     ) -> None:
         """
         Args:

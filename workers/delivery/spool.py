@@ -139,35 +139,6 @@ class Spool(Closing):
             self._lock_descriptor = -1
 
 
-class MemorySpool(Closing):
-    """The same for as long as this process lives: what is in it goes with it, and is generated again."""
-
-    def __init__(self) -> None:
-        self._payloads: dict[str, Sequence[Buffer]] = {}
-
-    def append(self, uid: str, payload: Sequence[Buffer]) -> None:
-        """Keeps a finished trajectory, which nobody may change from now on; ValueError if `uid` is here already."""
-        if uid in self._payloads:
-            raise ValueError(f"sample {uid!r} is in the spool already; discard it first")
-        self._payloads[uid] = payload
-
-    def discard(self, uids: Collection[str]) -> None:
-        """As `Spool` has it."""
-        for uid in uids:
-            self._payloads.pop(uid, None)
-
-    def payload(self, uid: str) -> Sequence[Buffer]:
-        """What was kept; KeyError if it is not in the spool."""
-        return self._payloads[uid]
-
-    def uids(self) -> list[str]:
-        """Uids, oldest first."""
-        return list(self._payloads)
-
-    def close(self) -> None:
-        self._payloads.clear()
-
-
 def _crc(uid: str, payload: Sequence[Buffer]) -> int:
     crc = zlib.crc32(uid.encode())
     for part in payload:

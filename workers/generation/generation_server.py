@@ -30,6 +30,8 @@ from corral.workers.weight_transport.staging import make_staging
 logger = logging.getLogger(__name__)
 
 
+MAX_RESTARTS = 3
+"""Restarts of a server that died or hung before its worker ends, which the supervisor then starts again."""
 _BEAT_S = 0.5
 _SETUP_MARGIN_S = 30.0  # the backend gives up first, and says why
 
@@ -78,7 +80,7 @@ class GenerationServer(Worker):
     async def _keep_serving(self, backend: GenerationBackend, updates: WeightUpdates, control: str) -> None:
         """Start the backend again and again, as far as the budget goes."""
         supervision, presence = self.context.plan.supervision, self.context.presence
-        budget = RestartBudget(max_restarts=self._spec.sglang.max_restarts, healthy_after_s=supervision.healthy_after_s)
+        budget = RestartBudget(max_restarts=MAX_RESTARTS, healthy_after_s=supervision.healthy_after_s)
         num_starts, lost_because = 0, ""
         deadline_s = supervision.setup_timeout_s + _SETUP_MARGIN_S
         while not self.context.stopping.is_set():
@@ -94,7 +96,7 @@ class GenerationServer(Worker):
             except BackendLostError as error:
                 if not budget.take(ran_s=time.monotonic() - started):
                     raise BackendLostError(
-                        f"{error}\nits server is not started again: sglang.max_restarts: {budget.max_restarts} is spent"
+                        f"{error}\nits server is not started again: its {budget.max_restarts} restarts are spent"
                     ) from error
                 logger.error("starts its server again, %d of %d: %s", budget.in_a_row, budget.max_restarts, error)
                 lost_because = str(error).partition("\n")[0]

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from corral.experiments.config.control import KEPT_COMMITS
 from corral.experiments.trial.spans import Span
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.checkpoint import (
@@ -268,7 +269,7 @@ class Commits(AsyncClosing):
             epoch.trial,
             epoch.writer.state,
             epoch=epoch.writer.epoch,
-            keep=epoch.spec.control.keep_commits,
+            keep=KEPT_COMMITS,
             protect=set(map(epoch.trial.relative, read_now)),
             remover=self._remover,
         )

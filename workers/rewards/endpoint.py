@@ -9,6 +9,7 @@ import asyncio
 import os
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -90,13 +91,14 @@ def _key(endpoint: EndpointConfig) -> str:
     Raises:
         ValueError: naming the variable or the file, if it is not there, empty, or others can read it.
     """
-    if variable := endpoint.key_variable:
+    if endpoint.key.startswith("$"):
+        variable = endpoint.key[1:]
         if key := os.environ.get(variable, "").strip():
             return key
         raise ValueError(f"the environment variable {variable} with the key of {endpoint.url} is not set; export it")
-    if endpoint.key_file is None:
+    if not endpoint.key:
         return ""
-    path = endpoint.key_file.expanduser()
+    path = Path(endpoint.key).expanduser()
     if path.stat().st_mode & 0o077:
         raise ValueError(f"others can read the key of {endpoint.url} in {path}; chmod 600 {path}")
     if key := path.read_text().strip():

@@ -112,8 +112,8 @@ class Judge(EndpointConfig):
             raise ValueError(f"prompt is no format string: {error}; write {{{{ and }}}} for braces") from error
         if "answer" not in fields:
             raise ValueError("prompt has no {answer}; the judge would not see it")
-        if self.url == TRIAL and (self.key_variable or self.key_file is not None):
-            raise ValueError("the trial's own judge is told a key; remove key_variable and key_file")
+        if self.url == TRIAL and self.key:
+            raise ValueError("the trial's own judge is told a key; remove key")
         if self.lowest > self.highest:
             raise ValueError(f"lowest {self.lowest:g} is above highest {self.highest:g}: no verdict is between them")
         return self

@@ -250,9 +250,9 @@ class GroupMaker:
             teacher_prompt = prompt_ids if row.teacher_prompt is row.prompt else self._ids(row, row.teacher_prompt)
         except ValueError as error:
             raise PromptFailedError(BAD_ROW, error) from error
-        # Sampled as the row says, and as long as the answers of its step may be.
+        # Sampled at the temperature that the row says.
         own = {} if row.temperature is None or not self.takes_temperatures else {"temperature": row.temperature}
-        client = self.client.sampling_by(max_new_tokens=self.config.longest_answer(1 + seeds.step), **own)
+        client = self.client.sampling_by(**own)
         try:
             if self.player is None:
                 # All are asked for and judged at the same time; what is shown stands behind what was made.

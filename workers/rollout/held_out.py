@@ -44,7 +44,7 @@ class HeldOutProblems:
             seed: of the trial.
         """
         self._config, self._seed = config, seed
-        changes = {"sampling": config.sampling, "spare_answers": 0, "length_schedule": {}, "demonstrations": None}
+        changes = {"sampling": config.sampling, "spare_answers": 0, "demonstrations": None}
         self._groups = {
             name: replace(
                 groups,

@@ -190,8 +190,8 @@ def _launch(part: RewardPart, reward: RewardConfig) -> Launch:
             function=part.function,
             name=f"reward {part.function}",
             settings=dict(part.settings),
-            options={"concurrency": part.concurrency, "num_processes": reward.reward_processes or cpus},
-            timeout_s=part.timeout_s or reward.reward_timeout_s,
-            setting="timeout_s of its part" if part.timeout_s else "rollout.reward_timeout_s",
+            options={"concurrency": part.concurrency, "num_processes": cpus},
+            timeout_s=reward.reward_timeout_s,
+            setting="rollout.reward_timeout_s",
         )
     )

@@ -47,7 +47,7 @@ from corral.workers.delivery.messages import (
     uid_of_delivery,
 )
 from corral.workers.delivery.sender import TrajectorySender
-from corral.workers.delivery.spool import MemorySpool, Spool
+from corral.workers.delivery.spool import Spool
 from corral.workers.episodes.trajectories import version_spans
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.requests.manager_messages import (
@@ -135,9 +135,8 @@ class RolloutWorker(Worker):
     async def _set_up(self, stack: AsyncExitStack) -> None:
         context, spec = self.context, self._spec
         self._load_data()
-        keeps_on_disk = spec.rollout.spool == "disk"  # what this worker has, the next one of its index has, too
-        spool: Spool | MemorySpool = Spool(context.trial.spool_path(spec.index)) if keeps_on_disk else MemorySpool()
-        stack.enter_context(spool)
+        # Its records outlive this worker: the next worker of its index delivers them.
+        spool = stack.enter_context(Spool(context.trial.spool_path(spec.index)))
         self._manager = await stack.enter_async_context(
             ServerClient[ManagerRequest, ManagerReply](
                 context.security, ManagerReply, lambda: context.names.get(context.keys.manager()), server=MANAGER
@@ -160,7 +159,7 @@ class RolloutWorker(Worker):
             sampling=spec.rollout.sampling,
             tokenizer=self._prompts.tokenizer,
             stop_token_ids=self._stop_token_ids,
-            token_timeout_s=spec.rollout.token_timeout_s,
+            token_timeout_s=spec.token_timeout_s,
             experts=spec.experts,
             num_servers=len(self._servers),
             record=self._record,
@@ -190,7 +189,7 @@ class RolloutWorker(Worker):
                 judge,
                 self._prompts,
                 planned=spec.environment,
-                journal=TurnJournal(context.trial.turns_path if keeps_on_disk else None),
+                journal=TurnJournal(context.trial.turns_path),
                 has_played=has_judged,
             ),
             rows=self._rows,

@@ -93,7 +93,7 @@ async def asking_judges(
         try:
             key = endpoint.open_episode(_Asked(asks, prompts.tokenizer), goes_on=False)
             write_new_file(place / "key", key.encode())
-            told = {"url": f"{endpoint.url}/v1", "key_file": str(place / "key")}
+            told = {"url": f"{endpoint.url}/v1", "key": str(place / "key")}
             parts = {name: _told(part, told) for name, part in reward.reward.items()}
             yield reward.model_copy(update={"reward": parts})
         finally:

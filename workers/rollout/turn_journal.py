@@ -78,27 +78,15 @@ class EpisodeJournal:
 
 
 class TurnJournal:
-    """Of one trial, or of one worker of it."""
+    """Of one trial, in a directory of the trial's."""
 
-    def __init__(self, directory: Path | None) -> None:
-        """
-        Args:
-            directory: of the trial's; None keeps turns in this process's memory.
-        """
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._kept: dict[tuple[str, int], list[_Turn]] = {}
         self.num_passed_over = 0
         """Files that could not be read, written or removed."""
 
     async def open(self, uid: str, episode: int) -> EpisodeJournal:
         """What is kept of an episode, whoever has played it so far."""
-        if self._directory is None:
-            kept = self._kept.setdefault((uid, episode), [])
-
-            async def keep(turn: _Turn) -> None:
-                kept.append(turn)
-
-            return EpisodeJournal(tuple(kept), keep)
         path = self._directory / f"{_name_of(uid)}.{episode}"
 
         async def write(turn: _Turn) -> None:
@@ -108,11 +96,8 @@ class TurnJournal:
 
     async def discard(self, uid: str, episode: int | None = None) -> None:
         """Nobody will play this episode again, or it is to be made anew; None is all of the prompt's."""
-        for key in [key for key in self._kept if key[0] == uid and episode in (None, key[1])]:
-            del self._kept[key]
-        if self._directory is not None:
-            pattern = f"{_name_of(uid)}.{'*' if episode is None else episode}"
-            await self._try(_remove, self._directory, pattern)
+        pattern = f"{_name_of(uid)}.{'*' if episode is None else episode}"
+        await self._try(_remove, self._directory, pattern)
 
     async def _try(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """What it returns; None if the file system fails at it."""

@@ -89,7 +89,7 @@ class _Look:
             reward = configured(found, part.settings, key="settings")
         except ValueError as error:
             raise UnfitError(str(error)) from error
-        timeout_s = part.timeout_s or self._question.reward_timeout_s
+        timeout_s = self._question.reward_timeout_s
         for row in self._question.rows:
             with self._deadline("one call of it", timeout_s, part.function):
                 judged = try_reward(reward, row, is_weighed=part.weight != 0.0, timeout_s=timeout_s)

@@ -16,7 +16,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
-from corral.experiments.config.data import ColumnsConfig, DatasetConfig, MixedSourceConfig, RowKind
+from corral.experiments.config.data import Columns, DatasetConfig, MixedSourceConfig, RowKind
 from corral.experiments.datasets import row_files
 from corral.experiments.datasets.dataset import Dataset, Look, dataset_spec
 from corral.experiments.datasets.row_files import fingerprint
@@ -28,7 +28,7 @@ from corral.experiments.prompts.messages import plain_messages
 from corral.workers.data.prompts import PlannedPrompts
 
 ROWS = [{"question": f"{number}+1?", "solution": str(number + 1)} for number in range(2500)]
-COLUMNS = ColumnsConfig(prompt="question", answer="solution")
+COLUMNS: Columns = {"prompt": "question", "answer": "solution"}
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_calls_and_schemas_of_a_row_are_the_same_in_every_format(tmp_path: Path,
         assert answer == plain_messages(expected["messages"])
         assert list(row.tools) == expected["tools"]
     path = write_tools(tmp_path / "prompts", form, written)
-    columns = ColumnsConfig(prompt="messages")
+    columns: Columns = {"prompt": "messages"}
     for row, expected in zip(
         Dataset.open(DatasetConfig(path=path, columns=columns), kind="prompts").values(), written, strict=True
     ):
@@ -392,7 +392,7 @@ def test_teachers_read_a_prompt_of_any_form_or_that_of_the_policy(tmp_path: Path
         {"prompt": "a", "told": {}}
     ]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    columns = ColumnsConfig(teacher_prompt="told")
+    columns: Columns = {"teacher_prompt": "told"}
     read = Dataset.open(DatasetConfig(path=path, columns=columns), kind="prompts")
     assert [read[str(number)].teacher_prompt for number in range(4)] == [asked, "2=1+1?", [1, 2], "1+1?"]
     with pytest.raises(ValueError, match="'told' is no prompt"):
@@ -400,7 +400,7 @@ def test_teachers_read_a_prompt_of_any_form_or_that_of_the_policy(tmp_path: Path
 
 
 def test_a_row_may_have_a_temperature_of_its_own() -> None:
-    named = RowParser(ColumnsConfig(temperature="warmth"), "prompts")
+    named = RowParser({"temperature": "warmth"}, "prompts")
 
     def read(parser: RowParser, **more: Any) -> float | None:
         return parser.parse({"prompt": "q", **more}, row_id="0", place="", source="").temperature
@@ -410,7 +410,7 @@ def test_a_row_may_have_a_temperature_of_its_own() -> None:
     for value in (0, -0.5, "0.7", True, [1.0], 10.5, math.inf, math.nan, 10**400):
         with pytest.raises(RowError, match="'warmth' must be a temperature, a number from 0.01 to 10, got "):
             read(named, warmth=value)
-        assert read(RowParser(ColumnsConfig(), "prompts"), warmth=value) is None
+        assert read(RowParser({}, "prompts"), warmth=value) is None
 
 
 def test_a_number_that_is_none_is_no_answer(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from corral.experiments.config.data import ColumnsConfig, DatasetConfig
+from corral.experiments.config.data import DatasetConfig
 from corral.experiments.datasets.dataset import Dataset, dataset_spec
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
@@ -71,7 +71,7 @@ def test_the_names_of_rows_alone_are_those_of_the_rows_whatever_they_look_like(t
         '{"name": 7, "prompt": "c"}',
     ]
     path.write_text("\n".join([*lines, '{"name": "0x", "prompt": "left out"}', '{"prompt": "d"}']))
-    config = DatasetConfig(path=path, columns=ColumnsConfig(id="name"))
+    config = DatasetConfig(path=path, columns={"id": "name"})
     dataset = dataset_spec(config, kind="prompts", too_long={"": [5]})
     assert list(Dataset.planned(dataset)) == ["0", "nested é", "7", "6"]
     with path.open("a") as file:

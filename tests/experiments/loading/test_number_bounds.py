@@ -19,7 +19,7 @@ NUMBERS = {
     for path, field in key_paths(experiment)
     if {int, float} & set(alternatives(field.annotation))
 }
-MAY_BE_NEGATIVE = ("correct", "top_k", "reward_scale", "reward_bias", "weight")
+MAY_BE_NEGATIVE = ("correct", "top_k", "weight")
 
 
 def takes(field: FieldInfo, text: str) -> bool:

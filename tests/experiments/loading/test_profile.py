@@ -41,7 +41,7 @@ def test_a_list_is_replaced_as_a_whole(experiment: Path, tmp_path: Path) -> None
 
 def test_resources_of_a_group_merge_key_by_key(experiment: Path, tmp_path: Path) -> None:
     profile = _profile(tmp_path, "groups: {model_worker: {scheduling: {cpu: 7, partition: big}}}\n")
-    group = load_experiment(experiment, profiles=[profile]).groups.model_worker.scheduling
+    group = load_experiment(experiment, profiles=[profile]).groups["model_worker"].scheduling
     assert group is not None
     assert (group.cpu, group.partition, group.gpu, group.mem) == (1, "big", 0, 1024)
 
@@ -54,9 +54,9 @@ def test_a_relative_path_in_a_profile_is_relative_to_the_profile(experiment: Pat
 def test_what_only_other_experiments_have_does_not_disturb_this_one(experiment: Path, tmp_path: Path) -> None:
     text = "ppo: {group_size: 2}\ngroups: {rollout_worker: {count: 3}, model_worker: {scheduling: {cpu: 2}}}\n"
     profile = _profile(tmp_path, text)
-    assert load_experiment(experiment, profiles=[profile]).groups.rollout_worker.count == 3
+    assert load_experiment(experiment, profiles=[profile]).groups["rollout_worker"].count == 3
     experiment.write_text(VALID_SFT)
-    assert load_experiment(experiment, profiles=[profile]).groups.rollout_worker.count is None
+    assert "rollout_worker" not in load_experiment(experiment, profiles=[profile]).groups
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_what_only_other_experiments_have_does_not_disturb_this_one(experiment: 
         ("cluster:\n  fileroot: x\n  max_node: 3\n", ["unknown key 'max_node'", "profile.yaml:3", "'max_nodes'"]),
         ("launch:\n  account: 7\n", ["launch.account", "text", "profile.yaml:2"]),
         (
-            'seed: 1\nlaunch:\n  begin: "now; ls"\n',
-            ["launch.begin", "begin 'now; ls' has another form", "hint: it must match", "profile.yaml:3"],
+            'seed: 1\nlaunch:\n  qos: "now; ls"\n',
+            ["launch.qos", "qos 'now; ls' has another form", "hint: it must match", "profile.yaml:3"],
         ),
         ("supervison: {}\n", ["unknown key 'supervison'", "profile.yaml:1", "'supervision'"]),
         ("launch: {}\nname: all\n", ["may not set 'name'", "profile.yaml:2", "experiment file"]),

@@ -550,7 +550,7 @@ def test_a_supervisor_that_takes_long_to_start_is_waited_for_as_long_as_it_lives
 
 
 def _small(tmp_path: Path) -> list[str]:
-    return [f"cluster.fileroot={tmp_path / 'trials'}", "supervision.restart_pause_s=0.05"]
+    return [f"cluster.fileroot={tmp_path / 'trials'}"]
 
 
 def _use_stub_workers(monkeypatch: pytest.MonkeyPatch, behaviour: dict[str, list[str]]) -> None:

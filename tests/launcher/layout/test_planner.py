@@ -159,7 +159,7 @@ def test_jobs_is_a_job_per_group_beside_the_head() -> None:
     layout = layout_of(
         {"model_worker": group(16, gpu=1), "generation_server": group(3, gpu=4), "rollout_worker": group(2)},
         layout="jobs",
-        begin="now+1hour",
+        extra_sbatch_arguments=("--begin=now+1hour", "--licenses=a"),
         time_limit="1:00:00",
     )
     assert [(a.name, a.role, a.num_nodes, a.gpus_per_node) for a in layout.allocations] == [
@@ -168,8 +168,9 @@ def test_jobs_is_a_job_per_group_beside_the_head() -> None:
         ("generation_server", "group", 2, 8),
         ("rollout_worker", "group", 1, 0),
     ]
-    assert layout.allocations[0].options == {"time_limit": "1:00:00", "begin": "now+1hour"}
-    assert layout.allocations[1].options == {"time_limit": "1:00:00"}  # asked for once the head has begun
+    assert layout.allocations[0].extra_arguments == ("--begin=now+1hour", "--licenses=a")
+    assert layout.allocations[1].extra_arguments == ("--licenses=a",)  # asked for once the head has begun
+    assert layout.allocations[0].options == layout.allocations[1].options == {"time_limit": "1:00:00"}
     # Only the head keeps a core for the supervisor: eight ranks fill a node of eight CPUs.
     assert layout.allocations[1].cpus_per_node == 8
 

@@ -99,7 +99,7 @@ def test_the_script_of_a_trial_is_known_to_the_byte(name: str, plan: RunPlan) ->
 @pytest.mark.parametrize(
     ("name", "plan", "allocation"),
     [
-        ("jobs-group.options", small_plan(gpu=1, launch=LAUNCH | {"layout": "jobs", "begin": "now+1hour"}), 1),
+        ("jobs-group.options", small_plan(gpu=1, launch=LAUNCH | {"layout": "jobs"}), 1),
         ("elastic-worker.options", ELASTIC, 1),
     ],
 )

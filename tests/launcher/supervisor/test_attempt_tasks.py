@@ -79,7 +79,7 @@ def test_a_controller_that_is_away_for_long_uses_up_no_restarts(
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     tasks = make_tasks(tmp_path, bind_address="127.0.0.1" if who_asks == "srun" else "auto")
-    budgets = SupervisionConfig(max_restarts=1, restart_pause_s=1.0, healthy_after_s=1e9)
+    budgets = SupervisionConfig(max_restarts=1, healthy_after_s=1e9)
     machine, now = UnitMachine([UnitSpec(name=WORKER, tasks=(WORKER,))], budgets), 0.0
     for _ in range(5):
         now += MAX_PAUSE_S

@@ -12,6 +12,7 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.attempts import EndState
 from corral.launcher.supervisor.units import (
     CHECK_TIMEOUT_S,
+    FIRST_PAUSE_S,
     MAX_PAUSE_S,
     Action,
     AppendStop,
@@ -32,7 +33,7 @@ MASTER = UnitSpec(name="master_worker/0", tasks=("master_worker/0",))
 GANG = UnitSpec(name="model_worker", tasks=("model_worker/0", "model_worker/1"))
 ROLLOUT = UnitSpec(name="rollout_worker/0", tasks=("rollout_worker/0",))
 UNITS = (MASTER, GANG, ROLLOUT, REDIS)
-BUDGETS = SupervisionConfig(max_restarts=2, restart_pause_s=1.0, healthy_after_s=100.0)
+BUDGETS = SupervisionConfig(max_restarts=2, healthy_after_s=100.0)
 
 
 def started() -> UnitMachine:
@@ -62,9 +63,9 @@ def test_services_start_before_workers() -> None:
 def test_a_dead_rollout_worker_is_restarted_alone_after_a_pause() -> None:
     machine = started()
     assert machine.exited(TaskExit("rollout_worker/0", -9), 10.0) == [
-        restarting("rollout_worker/0", "rollout_worker/0 SIGKILL", pause_s=1.0, restarts=1)
+        restarting("rollout_worker/0", "rollout_worker/0 SIGKILL", pause_s=FIRST_PAUSE_S, restarts=1)
     ]
-    assert machine.tick(10.5) == []
+    assert machine.tick(10.1) == []
     assert machine.tick(11.0) == [StartUnit("rollout_worker/0")]
 
 
@@ -95,7 +96,7 @@ def test_one_dead_rank_takes_its_gang_along_and_all_start_together() -> None:
     assert machine.exited(TaskExit("model_worker/1", 1), 10.0) == [SignalTask("model_worker/0", kill=True)]
     assert machine.tick(20.0) == []  # not before the old trainer group is gone
     assert machine.exited(TaskExit("model_worker/0", -9), 20.0) == [
-        restarting("model_worker", "model_worker/1 exit 1", pause_s=1.0, restarts=1)
+        restarting("model_worker", "model_worker/1 exit 1", pause_s=FIRST_PAUSE_S, restarts=1)
     ]
     assert machine.tick(21.0) == [StartUnit("model_worker")]
 
@@ -132,7 +133,7 @@ def test_pauses_double_and_a_healthy_run_gives_the_budget_back() -> None:
         pauses.append(restart.fields["pause_s"])
         now += restart.fields["pause_s"]
         machine.tick(now)
-    assert pauses == [1.0, 2.0, 1.0, 2.0]
+    assert pauses == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S] * 2
 
 
 @pytest.mark.parametrize("returncode", [WorkerExit.SUPERSEDED, WorkerExit.NO_ROOM])
@@ -298,7 +299,7 @@ def test_a_rank_that_had_died_before_its_peer_said_so_is_the_cause() -> None:
     machine = started()
     ends = [TaskExit("model_worker/0", WorkerExit.PEERS_FAILED), TaskExit("model_worker/1", -9)]
     actions = [machine.exited(end, 10.0, gone=[one.task for one in ends]) for end in ends]
-    assert actions == [[], [restarting("model_worker", "model_worker/1 SIGKILL", pause_s=1.0, restarts=1)]]
+    assert actions == [[], [restarting("model_worker", "model_worker/1 SIGKILL", pause_s=FIRST_PAUSE_S, restarts=1)]]
     assert [(end.task, bool(end.caused_by)) for end in machine.take_verdicts()] == [
         ("model_worker/0", True),
         ("model_worker/1", False),

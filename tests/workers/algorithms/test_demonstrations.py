@@ -79,7 +79,7 @@ def train(**settings: Any) -> tuple[ScoresEngine, dict[str, float], npt.NDArray[
 
 @pytest.mark.parametrize("algorithm", ["luffy", "sft_mix"])
 def test_early_stops_and_their_statistics_are_of_generated_tokens(algorithm: str) -> None:
-    engine, stats, _ = train(algorithm=algorithm, early_stop_kl=1e-6, early_stop_imp_ratio=1.001)
+    engine, stats, _ = train(algorithm=algorithm, early_stop_imp_ratio=1.001)
     assert engine.has_stepped
     assert stats["ppo/approx_kl"] == 0.0 and stats["ppo/importance_weight"] == pytest.approx(1.0, abs=1e-6)
     assert stats["ppo/clip_fraction"] == stats["ppo/dual_clip_fraction"] == 0.0
@@ -134,11 +134,10 @@ def test_terms_that_are_estimated_from_draws_leave_demonstrations_alone(settings
 @pytest.mark.parametrize(
     "bounds",
     [
-        {"behav_imp_weight_cap": 1.5, "behav_imp_weight_floor": 0.5},
-        {"behav_imp_weight_cap": 2.0, "behav_imp_weight_level": "answer"},
-        {"off_policy_mask": 0.5},
+        {"is_ratio_clip": (0.5, 1.5)},
+        {"is_ratio_clip": 2.0, "is_ratio_mode": "sequence_mask"},
     ],
-    ids=["icepop", "mis", "off-policy mask"],
+    ids=["icepop", "mis"],
 )
 def test_bounds_on_the_weights_of_decoupled_ppo_leave_no_demonstration_out(bounds: dict[str, Any]) -> None:
     sample, policy, is_shown = shown_first(make_sample(LENGTHS))

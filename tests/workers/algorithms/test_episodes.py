@@ -349,17 +349,6 @@ def test_a_branch_trains_no_token_again_and_moves_no_statistic(normalization: st
         torch.testing.assert_close(same_weights[name], tensor, atol=1e-6, rtol=0.0)
 
 
-def test_rewards_of_turns_are_scaled_and_the_bias_is_that_of_the_outcome() -> None:
-    [[episode]] = draw_groups([[[[True, True], [True]]]], 0)
-    one, other = episode.sequences
-    one, other = replace(one, turn_rewards=[0.5, 0.0]), replace(other, turn_rewards=[9.0])
-    config = PPOConfig(reward_bias=0.25, reward_scale=4.0, max_reward_clip=10.0)
-    batch = advantage_batch(config, pack([[Episode(1.0, [one, other])]]), kl_coefficient=0.0)
-    assert batch.token_rewards.tolist() == [2.0, 10.0 + 3.0, 10.0 + 3.0]
-    assert batch.episode_rewards.tolist() == [2.0 + 10.0 + 3.0]
-    assert batch.answer_rewards.tolist() == [15.0, 15.0]
-
-
 def test_an_episode_came_out_as_its_last_sequence_says() -> None:
     """A reward model scores each sequence; a sequence before the last that was cut off cuts no episode off."""
     sample = pack(draw_groups([[[[True], [True]], [[True]]]], 0))

@@ -17,7 +17,6 @@ from corral.workers.algorithms.functional.policy_losses import (
     behaviour_weights,
     cispo,
     gspo,
-    is_far_off_policy,
     ppo_clip,
 )
 from corral.workers.algorithms.policy_loss import Luffy, SelfImitation, SFTMix
@@ -289,7 +288,7 @@ def test_what_was_shown_is_learned_by_a_loss_of_its_own(loss: Luffy | SFTMix) ->
         loss(scores, batch, PPOConfig())
 
 
-BOUNDS = {"token": (0.6, 1.5), "answer": (0.01, 100.0), "answer_mean": (0.9, 1.05)}
+BOUNDS = {"token": (0.6, 1.5), "sequence": (0.01, 100.0), "geometric": (0.9, 1.05)}
 """Between which some weights are, and some are not."""
 
 
@@ -301,9 +300,9 @@ def slow_weights(t: Tokens, *, cap: float, floor: float, truncates: bool, level:
         start += length
         ratios = {i: math.exp(t.proximal[i] - t.old[i]) for i in places}
         for i in places:
-            if level == "answer":
+            if level == "sequence":
                 weight = math.exp(min(20.0, max(-20.0, sum(math.log(ratios[j]) for j in places))))
-            elif level == "answer_mean":
+            elif level == "geometric":
                 weight = math.prod(ratios.values()) ** (1.0 / len(places))
             else:
                 weight = ratios[i]
@@ -329,16 +328,3 @@ def test_weights_by_token_and_by_answer_equal_the_slow_loop(level: Any, truncate
     assert kept.tolist() == expected_kept
     assert truncates or 0 < sum(expected_kept) < t.mask.sum()
     np.testing.assert_allclose(weights, expected, atol=1e-9)
-
-
-def test_negative_answers_that_the_policy_has_left_are_found_as_the_slow_loop_finds_them() -> None:
-    t, start, expected = Tokens(), 0, []
-    for length in LENGTHS:
-        places = [i for i in range(start, start + length) if t.mask[i]]
-        mean = sum(t.old[i] - t.proximal[i] for i in places) / max(len(places), 1)
-        expected += [mean > 0.02 and t.advantages[i] < 0 for i in range(start, start + length)]
-        start += length
-    old, proximal, advantages = (torch.tensor(values) for values in (t.old, t.proximal, t.advantages))
-    found = is_far_off_policy(proximal, old, advantages, torch.tensor(t.mask), LENGTHS, most_nats=0.02)
-    assert found.tolist() == expected
-    assert 0 < sum(expected) < NUM_TOKENS

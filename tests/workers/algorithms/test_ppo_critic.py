@@ -21,7 +21,7 @@ def judged(critic: PPOCriticInterface, engine: SmallEngine, *, seed: int = 0) ->
 
 
 def make_critic(**settings: Any) -> PPOCriticInterface:
-    return PPOCriticInterface(PPOConfig(max_reward_clip=1000.0), CriticConfig.model_validate(settings))
+    return PPOCriticInterface(PPOConfig(), CriticConfig.model_validate(settings))
 
 
 @pytest.mark.parametrize("value_norm", ["exponential", "plain"])

@@ -49,7 +49,7 @@ class PlainLoop:
         responses = [[i for i, is_response in enumerate(mask) if is_response] for mask in masks(sample)]
         advantages: list[dict[int, float]] = []
         for n, positions in enumerate(responses):
-            shaped = min(max((float(rewards[n]) - config.reward_bias) * config.reward_scale, -20), 20)
+            shaped = float(rewards[n])
             running, of_answer = 0.0, dict[int, float]()
             for t in reversed(positions):
                 is_last = t == positions[-1]
@@ -123,8 +123,6 @@ def test_actor_and_critic_train_as_a_plain_loop_does(value_norm: Any) -> None:
             "advantage_normalization": "batch",
             "discount": 0.9,
             "gae_lambda": 0.8,
-            "reward_scale": 3.0,
-            "reward_bias": 0.5,
             "kl": {"coef": 0.2, "place": "reward"},
         }
     )

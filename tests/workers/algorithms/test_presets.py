@@ -16,9 +16,8 @@ from tests.workers.backends.training_helpers import make_sample
 LENGTHS = [[6, 9, 12, 5], [7, 8, 6, 10], [11, 4, 9, 8]]
 SETTINGS: dict[str, dict[str, Any]] = {
     **{name: {"algorithm": name} for name, preset in PRESETS.items() if preset.get("advantage") != "gae"},
-    "of-whole-answers": {"behav_imp_weight_level": "answer", "behav_imp_weight_mode": "truncate"},
-    "geometric": {"behav_imp_weight_level": "answer_mean", "behav_imp_weight_floor": 0.9, "behav_imp_weight_cap": 1.1},
-    "off-policy-mask": {"off_policy_mask": 0.01, "loss_reduction": "answer_mean"},
+    "of-whole-answers": {"is_ratio_mode": "sequence_truncate"},
+    "geometric": {"is_ratio_mode": "geometric_mask", "is_ratio_clip": [0.9, 1.1]},
     "entropy": {"entropy_coef": 0.1},
     "overlong": {"overlong_buffer": 4},
 }

@@ -106,7 +106,7 @@ def test_the_gap_of_an_int8_maker_is_measured_and_weighed_for(tmp_path: Path, ca
         total_steps=10,
         micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=64),
     )
-    actor = PPOActorInterface(PPOConfig(behav_imp_weight_mode="truncate", behav_imp_weight_cap=cap))
+    actor = PPOActorInterface(PPOConfig(is_ratio_mode="token_truncate", is_ratio_clip=cap))
     sample = make_sample([[8, 12, 9, 5], [20, 7, 7, 9]])
     proximal = actor.inference(trainer, sample)["logprobs"]
     for quantization, is_exact in ((None, True), ("int8", False)):

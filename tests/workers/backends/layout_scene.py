@@ -219,7 +219,7 @@ def plain_loop(
         {"params": parameters, "weight_decay": decay}
         for parameters, decay in zip(decays, (OPTIMIZER.weight_decay, 0.0), strict=True)
     ]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=(OPTIMIZER.beta1, OPTIMIZER.beta2), eps=OPTIMIZER.eps)
+    optimizer = torch.optim.AdamW(groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
     stats = []
     for step in range(NUM_STEPS):
         losses = []

@@ -468,7 +468,7 @@ def plain_training(directory: Path) -> dict[str, Tensor]:
     model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     config = optimizer_config()
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=0.0
+        model.parameters(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.0
     )
     for step in range(NUM_STEPS):
         sample = sample_of(step)

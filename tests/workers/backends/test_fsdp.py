@@ -425,13 +425,13 @@ def test_gradients_are_clipped_to_the_configured_norm(model_directory: Path, tmp
     engine = FSDPEngine(
         model_directory,
         context=ParallelContext(),
-        optimizer=optimizer_config(gradient_clipping=0.5, beta1=0.0),
+        optimizer=optimizer_config(gradient_clipping=0.5, betas=(0.0, 0.95)),
         total_steps=10,
     )
     stats = engine.train_batch(trainable_sample(), loss_fn=negative_logprobs)
     assert stats["train/grad_norm"] > 0.5
     engine.state_shard().write(tmp_path)
-    # With beta1 = 0 the first moment is the clipped gradient itself.
+    # With a first beta of 0 the first moment is the clipped gradient itself.
     moments = [t for name, t in read_weights(tmp_path).items() if name.startswith("exp_avg.")]
     assert float(torch.stack([m.square().sum() for m in moments]).sum().sqrt()) == pytest.approx(0.5, rel=1e-4)
 

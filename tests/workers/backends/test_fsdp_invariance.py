@@ -47,7 +47,7 @@ UIDS_BY_RANK = (["0:0", "0:1", "0:3"], ["0:2"])  # uneven on purpose: rank 1 has
 PPO = PPOConfig(
     eps_clip=0.05,
     c_clip=2.0,
-    behav_imp_weight_cap=1.2,
+    is_ratio_clip=1.2,
     kl=KLConfig(coef=0.1),
     mask_no_eos_with_zero=True,
     advantage_normalization="batch",

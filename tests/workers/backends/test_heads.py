@@ -137,7 +137,7 @@ def test_steps_equal_those_of_a_plain_loop_over_answers(head: str, actor: Path) 
     torch.nn.init.zeros_(model.score.weight)
     settings = optimizer_config()
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=0.0
+        model.parameters(), lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=0.0
     )
     for step in range(NUM_STEPS):
         sample = make_sample(LENGTHS, seed=step)

@@ -231,9 +231,7 @@ def plain_loop(
     base = {name: parameter.detach() for name, parameter in model.named_parameters()}
     adapters = {name: nn.Parameter(tensor.clone()) for name, tensor in first.items()}
     config = optimizer_config()
-    optimizer = torch.optim.AdamW(
-        adapters.values(), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=0.1
-    )
+    optimizer = torch.optim.AdamW(adapters.values(), lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.1)
     losses, norms = [], []
     for step in range(NUM_STEPS):
         ids, mask = padded(batch(step))

@@ -93,9 +93,9 @@ def test_five_steps_make_nearly_orthogonal_matrices_of_any_scale() -> None:
 
 def plain_adamw(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], step: int, decay: float) -> None:
     config = optimizer_config()
-    state["m"] = config.beta1 * state.get("m", torch.zeros_like(gradient)) + (1 - config.beta1) * gradient
-    state["v"] = config.beta2 * state.get("v", torch.zeros_like(gradient)) + (1 - config.beta2) * gradient**2
-    m, v = state["m"] / (1 - config.beta1 ** (step + 1)), state["v"] / (1 - config.beta2 ** (step + 1))
+    state["m"] = config.betas[0] * state.get("m", torch.zeros_like(gradient)) + (1 - config.betas[0]) * gradient
+    state["v"] = config.betas[1] * state.get("v", torch.zeros_like(gradient)) + (1 - config.betas[1]) * gradient**2
+    m, v = state["m"] / (1 - config.betas[0] ** (step + 1)), state["v"] / (1 - config.betas[1] ** (step + 1))
     parameter -= LR * (m / (v.sqrt() + config.eps) + decay * parameter)
 
 

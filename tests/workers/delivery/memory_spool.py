@@ -1,18 +1,18 @@
 """A spool in memory that counts how often each record is read, and can be torn."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from corral.workers.delivery import spool
 from corral.workers.delivery.messages import TrajectoryHeader, uid_of_delivery
+from corral.workers.delivery.spool import Spool
 from corral.workers.streams.codec import Buffer, MessageCodec, Tensors
 
 
-class MemorySpool(spool.MemorySpool):
+class MemorySpool(Spool):
     """Of one sender of a test."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._payloads: dict[str, list[bytes]] = {}
         self.num_reads: Counter[str] = Counter()
         self.torn: set[str] = set()
         """Uids whose records cannot be read."""
@@ -22,8 +22,22 @@ class MemorySpool(spool.MemorySpool):
         codec: MessageCodec[TrajectoryHeader] = MessageCodec(TrajectoryHeader, trial_uuid=trial_uuid)
         self.append(uid_of_delivery(header.uid), codec.encode(header, epoch=0, tensors=tensors))
 
-    def payload(self, uid: str) -> Sequence[Buffer]:
+    def append(self, uid: str, payload: Sequence[Buffer]) -> None:
+        assert uid not in self._payloads
+        self._payloads[uid] = [bytes(part) for part in payload]
+
+    def discard(self, uids: Collection[str]) -> None:
+        for uid in uids:
+            self._payloads.pop(uid, None)
+
+    def payload(self, uid: str) -> list[bytes]:
         if uid in self.torn:
             raise OSError("the spool is torn")
         self.num_reads[uid] += 1
-        return super().payload(uid)
+        return self._payloads[uid]
+
+    def uids(self) -> list[str]:
+        return list(self._payloads)
+
+    def close(self) -> None:
+        self._payloads.clear()

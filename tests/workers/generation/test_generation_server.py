@@ -24,7 +24,8 @@ from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.trial.processes import process_start_ticks
 from corral.name_resolve.base import NameNotFoundError
 from corral.name_resolve.keys import TrialKeys
-from corral.workers.generation.generation_server import GenerationServer
+from corral.workers.generation import generation_server
+from corral.workers.generation.generation_server import MAX_RESTARTS, GenerationServer
 from corral.workers.generation.sglang_process import SglangProcess
 from corral.workers.lifecycle.worker import run_to_exit_code
 from tests.launcher.trials import make_plan
@@ -107,23 +108,24 @@ def test_a_server_that_is_killed_is_started_again_under_another_name(tmp_path: P
 def test_a_spent_budget_ends_the_worker_with_the_servers_last_words(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig = Rig(tmp_path, max_restarts=2)
+    rig = Rig(tmp_path)
     (tmp_path / "exit_code").write_text("3")
     assert rig.run() == WorkerExit.ERROR
-    assert rig.said.restarts == 2
+    assert rig.said.restarts == MAX_RESTARTS
     assert "with exit code 3 after OSError: [Errno 98] Address already in use;" in rig.said.waiting_for
-    assert len(rig.starts()) == 3
-    for words in ("with exit code 3", "the last words of the stub", "sglang.max_restarts: 2 is spent"):
+    assert len(rig.starts()) == MAX_RESTARTS + 1
+    for words in ("with exit code 3", "the last words of the stub", "its 3 restarts are spent"):
         assert words in caplog.text
     assert "the last words of the stub" in rig.trial.worker_log(0, "sglang", 0).read_text()
 
 
 @pytest.mark.slow
 def test_a_real_sglang_that_is_killed_once_more_than_the_budget_allows_ends_its_worker(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(generation_server, "MAX_RESTARTS", 0)
     save_tiny_model(tmp_path / "model")
-    rig = Rig(tmp_path, python=str(sglang_python(SglangConfig())), max_restarts=0)
+    rig = Rig(tmp_path, python=str(sglang_python(SglangConfig())))
 
     is_over = threading.Event()
 
@@ -146,7 +148,7 @@ def test_a_real_sglang_that_is_killed_once_more_than_the_budget_allows_ends_its_
         servers = killing.result(DEADLINE_S)
     assert exit_code == WorkerExit.ERROR
     assert re.search(r"BackendLostError: SGLang (ended|at http\S+ hangs)", caplog.text)
-    assert "its server is not started again: sglang.max_restarts: 0 is spent" in caplog.text
+    assert "its server is not started again: its 0 restarts are spent" in caplog.text
     assert rig.record() == {}
     log = rig.trial.worker_log(0, "sglang", 0)
     wait_until(lambda: "crashed with exit code -9" in log.read_text(), "SGLang's own words of it")

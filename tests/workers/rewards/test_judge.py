@@ -113,7 +113,7 @@ def test_rubbish_is_a_failure_at_once_and_is_not_remembered(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     endpoint.answers = [answer, (200, "Score: 5", {})]
-    judge = make_judge(key_variable="JUDGE_KEY")
+    judge = make_judge(key="$JUDGE_KEY")
     (failure,) = asked(judge, "42")
     with pytest.raises(ValueError, match=cause):
         raise failure
@@ -150,14 +150,14 @@ def test_the_key_comes_from_a_variable_or_a_file_that_nobody_else_reads(
     path.write_text(f"{KEY}\n")
     path.chmod(0o600)
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    for judge in (make_judge(key_file=path), make_judge(key_variable="JUDGE_KEY")):
+    for judge in (make_judge(key=str(path)), make_judge(key="$JUDGE_KEY")):
         assert numbers(judge, "42") == [7.0]
     assert endpoint.keys == [f"Bearer {KEY}"] * 2
     path.chmod(0o640)
-    (open_to_others,) = asked(make_judge(key_file=path), "42")
+    (open_to_others,) = asked(make_judge(key=str(path)), "42")
     assert f"others can read the key of {endpoint.url}" in str(open_to_others)
     monkeypatch.delenv("JUDGE_KEY")
-    (missing,) = asked(make_judge(key_variable="JUDGE_KEY"), "42")
+    (missing,) = asked(make_judge(key="$JUDGE_KEY"), "42")
     assert f"the environment variable JUDGE_KEY with the key of {endpoint.url} is not set" in str(missing)
 
 
@@ -171,7 +171,7 @@ def test_the_key_comes_from_a_variable_or_a_file_that_nobody_else_reads(
         ({"prompt": "How good is {{answer}}?"}, "has no {answer}"),
         ({"prompt": "How good is {answer}? {"}, "is no format string"),
         ({"lowest": 5.0, "highest": 1.0}, "lowest 5 is above highest 1"),
-        ({"key_variable": "A", "key_file": "b"}, "both say where the key is"),
+        ({"key": "sk-123"}, "key"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(
@@ -187,7 +187,7 @@ def test_in_a_reward_process_a_judge_that_is_down_fails_and_one_without_budget_e
     """Through the processes of a rollout worker: the key gets there, calls run at a time, and failures say why."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
     endpoint.delay_s = 0.2
-    settings = {"url": endpoint.url, "model": "m", "prompt": PROMPT, "key_variable": "JUDGE_KEY", "max_calls": 10}
+    settings = {"url": endpoint.url, "model": "m", "prompt": PROMPT, "key": "$JUDGE_KEY", "max_calls": 10}
     part = {"function": "corral.workers.rewards:Judge", "settings": {**settings, "tries": 1}, "concurrency": 4}
     spec = RewardConfig(reward=reward_parts({"good": part}), reward_timeout_s=60.0, reward_retries=1)
     judge = RewardJudge(spec, Characters(), stop_token_ids=set(), hidden=())

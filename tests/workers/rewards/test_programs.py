@@ -100,7 +100,6 @@ def judge(tmp_path: Path) -> Callable[[str], float]:
             reward=reward_parts("corral.workers.rewards:unit_tests"),
             reward_timeout_s=60.0,
             reward_retries=0,
-            reward_processes=1,
         )
         (tmp_path / "secrets").mkdir(exist_ok=True)
         judge = RewardJudge(spec, Characters(), stop_token_ids=set(), hidden=[tmp_path / "secrets"])

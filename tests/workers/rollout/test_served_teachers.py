@@ -58,7 +58,7 @@ def completion(model: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def teachers(endpoint: Endpoint, *sources: str, waits: list[str] | None = None, **settings: Any) -> ServedTeachers:
-    config = TeacherEndpointConfig(url=endpoint.url, model="large", key_variable="TEACHER_KEY", **settings)
+    config = TeacherEndpointConfig(url=endpoint.url, model="large", key="$TEACHER_KEY", **settings)
     return ServedTeachers(
         {source: config for source in sources or ("",)}, show_wait=[].append if waits is None else waits.append
     )
@@ -139,7 +139,7 @@ def test_one_that_is_busy_or_late_is_waited_for_by_its_name_and_in_the_end_given
 
 
 def rig(endpoint: Endpoint, folder: Path, *, tries: int = 64, **settings: Any) -> RolloutRig:
-    teacher = {"url": endpoint.url, "model": "large", "key_variable": "TEACHER_KEY", "tries": tries}
+    teacher = {"url": endpoint.url, "model": "large", "key": "$TEACHER_KEY", "tries": tries}
     rollout = {"teacher": teacher, "max_concurrent_rollouts": 1}
     return RolloutRig(folder, ["1+2=", "2+2="], rollout=rollout, **settings)
 

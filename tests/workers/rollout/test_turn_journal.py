@@ -32,9 +32,8 @@ def opened(
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("is_on_disk", [True, False])
-def test_a_turn_is_taken_once_and_for_the_same_question_alone(is_on_disk: bool, tmp_path: Path) -> None:
-    journal = TurnJournal(tmp_path / "turns" if is_on_disk else None)
+def test_a_turn_is_taken_once_and_for_the_same_question_alone(tmp_path: Path) -> None:
+    journal = TurnJournal(tmp_path / "turns")
     question = question_of([1, 2], SAMPLING, ["\n"])
     opened(journal, "0:a/b", 3, keep=[(question, answer_of(5, 6))])
     opened(journal, "0:a/b", 3, keep=[(question, answer_of(7))])

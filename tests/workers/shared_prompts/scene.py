@@ -21,7 +21,7 @@ PROMPTS = [9, 30, 5, 1, 14]
 ANSWERS = [[3, 8, 8, 2, 15], [6], [20, 4, 4], [7, 7], [1, 12, 5, 9]]
 """Tokens of each answer after its prompt: ragged; one prompt has one answer, one is a single token."""
 NUM_STEPS = 4
-PPO = PPOConfig(eps_clip=0.05, c_clip=2.0, behav_imp_weight_cap=1.2, loss_reduction="answer_mean")
+PPO = PPOConfig(eps_clip=0.05, c_clip=2.0, is_ratio_clip=1.2, loss_reduction="answer_mean")
 LAYOUTS = {"d2": True, "t2": True, "c2": False}
 """Of two ranks, and whether they share prompts."""
 NUM_STEPS_OF_LAYOUTS = 2

@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from corral.experiments.config.algorithm import RatioLevel
 from corral.workers.algorithms.functional.losses import TokenLosses
 from corral.workers.algorithms.functional.packed import mean_per_answer, per_token, sum_per_answer
 
@@ -40,9 +41,6 @@ def importance_ratio(logprobs: Tensor, base_logprobs: Tensor, loss_mask: Tensor)
     return torch.exp(log_ratio), log_ratio
 
 
-WeightLevel = Literal["token", "answer", "answer_mean"]
-
-
 def behaviour_weights(
     proximal_logprobs: Tensor,
     old_logprobs: Tensor,
@@ -51,7 +49,7 @@ def behaviour_weights(
     cap: float | None,
     floor: float | None = None,
     truncates: bool = False,
-    level: WeightLevel = "token",
+    level: RatioLevel = "token",
     answer_lengths: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Weights proximal / behaviour of decoupled PPO, and the loss mask without the tokens beyond the bounds.
@@ -65,8 +63,8 @@ def behaviour_weights(
     https://fengyao.notion.site/off-policy-rl.
 
     Args:
-        level: `answer`: every token has the product of its answer's weights, which is the importance of the whole
-            answer, as a sequence: Liu et al. 2025, https://richardli.xyz/rl-collapse; `answer_mean`: the geometric
+        level: `sequence`: every token has the product of its answer's weights, which is the importance of the whole
+            answer, as a sequence: Liu et al. 2025, https://richardli.xyz/rl-collapse; `geometric`: the geometric
             mean.
         answer_lengths: entries of each answer in the mask, which the two latter need.
 
@@ -77,7 +75,7 @@ def behaviour_weights(
     if level != "token":
         per_answer = (
             sum_per_answer(log_ratio, answer_lengths)
-            if level == "answer"
+            if level == "sequence"
             else mean_per_answer(log_ratio, loss_mask, answer_lengths)
         )
         weights = per_token(torch.exp(per_answer.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)), answer_lengths)
@@ -87,24 +85,6 @@ def behaviour_weights(
     elif not truncates:  # what is not a number stays, so that the step is skipped and counted
         kept = loss_mask & ~(weights > (torch.inf if cap is None else cap)) & ~(weights < (floor or 0.0))
     return torch.where(kept, weights, 0.0), kept
-
-
-def is_far_off_policy(
-    proximal_logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    loss_mask: Tensor,
-    answer_lengths: Sequence[int],
-    *,
-    most_nats: float,
-) -> Tensor:
-    """[T] bool: tokens with a negative advantage of answers that the policy has moved away from.
-
-    How far is the mean over the answer's tokens of log(behaviour / proximal), in nats. Off-policy sequence masking:
-    DeepSeek-AI 2025, https://arxiv.org/abs/2512.02556, sec. 3.1; there the ratio is to the weights being trained.
-    """
-    divergence = mean_per_answer(old_logprobs - proximal_logprobs, loss_mask, answer_lengths)
-    return (advantages < 0) & (per_token(divergence, answer_lengths) > most_nats)
 
 
 def ppo_clip(

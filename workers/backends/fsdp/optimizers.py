@@ -96,7 +96,7 @@ class AdamWAndMuon(torch.optim.AdamW):
         *,
         compute_dtype: torch.dtype,
     ) -> None:
-        super().__init__(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        super().__init__(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
         self._compute_dtype = compute_dtype
 
     @torch.no_grad()

@@ -98,8 +98,8 @@ def _distributed(
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
-        adam_beta1=config.beta1,
-        adam_beta2=config.beta2,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
         adam_eps=config.eps,
         clip_grad=0.0,
         bf16=model.config.bf16,
@@ -129,6 +129,4 @@ def _adamw(parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) ->
     others = [parameter for parameter in parameters if parameter.ndim < 2]
     of_groups = ((decaying, config.weight_decay), (others, 0.0))
     parameter_groups = [{"params": group, "weight_decay": decay} for group, decay in of_groups if group]
-    return torch.optim.AdamW(
-        parameter_groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )
+    return torch.optim.AdamW(parameter_groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

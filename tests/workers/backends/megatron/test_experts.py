@@ -56,7 +56,7 @@ def assert_trained_alike(scene: Scene, layout: str) -> None:
             for name, value in expected[step].items():
                 assert stats[step][name] == pytest.approx(value, rel=1e-4, abs=1e-5), (step, name)
     state = whole_state(scene.directory / layout / "first")
-    kept = (1 - OPTIMIZER.beta1) * min(1.0, OPTIMIZER.gradient_clipping / expected[0]["train/grad_norm"])
+    kept = (1 - OPTIMIZER.betas[0]) * min(1.0, OPTIMIZER.gradient_clipping / expected[0]["train/grad_norm"])
     assert len(state) == 4 * len(gradients)  # parameter, two moments, number of steps
     for name, gradient in gradients.items():
         np.testing.assert_allclose(state[f"exp_avg.{name}"] / kept, gradient, atol=1e-6, err_msg=name)
