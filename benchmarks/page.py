@@ -17,10 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from corral.launcher.page.render import render_page  # noqa: E402
 from corral.launcher.page.view import (
     TrialViews,  # noqa: E402
     choose_trials,  # noqa: E402 - found through the line above
+    render_page,  # noqa: E402
 )
 from tests.chromium import Chromium  # noqa: E402
 from tests.launcher.page.page_trials import BEGUN_AT, add_answers, add_timeline, write_trial  # noqa: E402

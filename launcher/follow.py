@@ -2,19 +2,32 @@
 
 every 0.3 s: files that are there --read to their end--> whole lines --> "rollout_worker/0 | line"
 has the trial ended? asked before a look, so that what was written before its end is still printed
+
+rl-submit --wait: one line that says how training goes, live on a terminal, every few seconds elsewhere.
+
+step 12/40  accuracy 0.81  1.3 s/step  2,300 tokens/s  about 36s to go  answers by step 11  RUNNING  age 1m20s
 """
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from corral.experiments.exit_codes import CommandExit
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.files.patient_files import PatientFiles
+from corral.experiments.trial.mode import has_jobs
+from corral.launcher.files.file_thread import PatientFiles
+from corral.launcher.files.patience import wait_until
 from corral.launcher.logs.files import LinePrinter, LogFile, LogFinder, NoLogsError
 from corral.launcher.logs.lines import MAX_LINE_BYTES, text_of
-from corral.launcher.status.reader import polite_reader
-from corral.launcher.trial.find import TrialFacts
+from corral.launcher.status.judge import TrialStatus
+from corral.launcher.status.reader import StatusReader, polite_reader
+from corral.launcher.terminal import format_duration, printable
+from corral.launcher.trial.lock import LEAVING_TIMEOUT_S, is_locked
+from corral.launcher.trial.view import TrialFacts
+from corral.launcher.trial.words import TrialState
+from corral.scheduling.policy_version import PolicyVersion
 
 _POLL_INTERVAL_S = 0.3
 _END_INTERVAL_S = 2.0
@@ -106,3 +119,98 @@ def logs_before(directory: TrialDirectory, attempt: int) -> dict[Path, int]:
     """What `follow` need not print where an attempt begins: the logs of those before it, with their sizes."""
     own = directory.attempt_logs(attempt)
     return {path: path.stat().st_size for path in directory.logs_path.rglob("*.log") if path.parent != own}
+
+
+_EXIT_BY_STATE = {
+    TrialState.COMPLETE: CommandExit.DONE,
+    TrialState.STOPPED: CommandExit.STOPPED,
+    TrialState.CANCELLED: CommandExit.STOPPED,
+}
+_LOOK_INTERVAL_S = 0.5
+_CLUSTER_LOOK_INTERVAL_S = 1.0  # of files and Redis; the queue itself is asked less often, see slurm/job_queue.py
+_PLAIN_INTERVAL_S = 5.0
+_BAR_WIDTH = 24
+_MIN_BAR_WIDTH = 8
+
+
+_FIRST_TO_GO = ("version", "age", "speed")
+"""What of the line may be left out."""
+
+
+def progress_line(status: TrialStatus, *, without: Collection[str] = ()) -> str:
+    """The line, without a bar."""
+    servers = (row for row in status.workers if row.worker.startswith("generation_server/"))
+    version = next((row.version for row in servers if row.version), "")
+    parts = {
+        "step": f"step {status.step or 0}" + (f"/{status.total_steps}" if status.total_steps else ""),
+        "numbers": status.numbers,
+        "speed": status.speed,
+        # By the step alone: of "1.100" nobody would think that it comes after "1.98".
+        "version": f"answers by step {PolicyVersion.parse(version).step}" if version else "",
+        "state": status.state,
+        "age": f"age {format_duration(status.age_s)}",
+        "note": status.note,
+    }
+    return "  ".join(part for name, part in parts.items() if part and name not in without)
+
+
+def live_line(status: TrialStatus, *, width: int) -> str:
+    """The line with its bar; in a narrow terminal the bar stays and words go."""
+    for num_left_out in range(len(_FIRST_TO_GO) + 1):
+        line = progress_line(status, without=_FIRST_TO_GO[:num_left_out])
+        if bar := progress_bar(status, room=width - len(line)):
+            return bar + line
+    return progress_line(status)
+
+
+def progress_bar(status: TrialStatus, *, room: int) -> str:
+    """`[=====    ] ` in at most so many columns; nothing if there are too few, or the number of steps is unknown."""
+    width = min(_BAR_WIDTH, room - len("[] "))
+    if not status.total_steps or width < _MIN_BAR_WIDTH:
+        return ""
+    filled = min(width, int(width * (status.step or 0) / status.total_steps))
+    return f"[{'=' * filled}{' ' * (width - filled)}] "
+
+
+def wait_for_end(facts: TrialFacts) -> TrialStatus:
+    """Shows progress until the trial has ended; returns its last status. Ctrl-C raises KeyboardInterrupt, no more."""
+    ended = _show_until_end(facts)
+    wait_until(lambda: not is_locked(facts.directory), timeout_s=LEAVING_TIMEOUT_S)  # the page is drawn meanwhile
+    return ended
+
+
+def _show_until_end(facts: TrialFacts) -> TrialStatus:
+    reader = polite_reader()
+    interval_s = _CLUSTER_LOOK_INTERVAL_S if has_jobs(facts.mode) else _LOOK_INTERVAL_S
+    if sys.stdout.isatty():
+        return _wait_on_terminal(facts, reader, interval_s)
+    printed_at, printed_step = float("-inf"), None
+    while True:
+        (status,) = reader.read([facts])
+        moved = status.step != printed_step and time.monotonic() - printed_at >= _PLAIN_INTERVAL_S
+        if status.is_final or moved or time.monotonic() - printed_at >= 6 * _PLAIN_INTERVAL_S:
+            print(printable(progress_line(status)), flush=True)
+            printed_at, printed_step = time.monotonic(), status.step
+        if status.is_final:
+            return status
+        time.sleep(interval_s)
+
+
+def _wait_on_terminal(facts: TrialFacts, reader: StatusReader, interval_s: float) -> TrialStatus:
+    # Not at the top: rich is only needed where someone watches.
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(Text(""), refresh_per_second=4, transient=False) as live:
+        while True:
+            (status,) = reader.read([facts])
+            line = printable(live_line(status, width=live.console.width))
+            live.update(Text(line, overflow="ellipsis", no_wrap=True))
+            if status.is_final:
+                return status
+            time.sleep(interval_s)
+
+
+def exit_code(status: TrialStatus) -> CommandExit:
+    """What --wait answers."""
+    return _EXIT_BY_STATE.get(status.state, CommandExit.FAILED)

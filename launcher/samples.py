@@ -20,7 +20,7 @@ from corral.experiments.config.condition import Condition
 from corral.experiments.errors import ConfigError
 from corral.experiments.trial.samples import PART, files_by_step
 from corral.launcher.terminal import printable
-from corral.launcher.trial.steps import chosen_steps
+from corral.launcher.trial.view import chosen_steps
 
 if TYPE_CHECKING:
     import pyarrow

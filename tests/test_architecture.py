@@ -43,11 +43,11 @@ RANKS: dict[str, list[set[str]]] = {
     ],
     "launcher": [
         {"files", "layout", "terminal", "trial"},
-        {"cluster", "runners"},
+        {"runners"},
         {"slurm"},
         {"extra_jobs"},
         {"doctor", "evaluation", "logs", "samples", "status", "submit", "supervisor", "timeline", "tracking"},
-        {"follow", "page", "stop"},
+        {"follow", "page"},
         {"commands"},
     ],
     "workers": [
@@ -103,7 +103,7 @@ def modules(folder: str) -> list[Path]:
 
 
 def name_of(path: Path) -> str:
-    """corral.launcher.stop"""
+    """corral.launcher.commands.stop"""
     return "corral." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -241,7 +241,7 @@ def test_the_half_without_models_and_workers_that_have_none_never_load_torch() -
 
 
 def test_keepers_and_who_looks_load_no_schema() -> None:
-    names = ["corral.launcher.supervisor.__main__", "corral.launcher.status.reader", "corral.launcher.stop"]
+    names = ["corral.launcher.supervisor.__main__", "corral.launcher.status.reader", "corral.launcher.commands.stop"]
     assert "pydantic" not in loaded_by(names)
 
 

@@ -4,7 +4,7 @@
         line 1        whose trial, which session of processes, since when
         further ones  paths: a folder in memory, a temporary folder, a name in /dev/shm, a file of secrets
 
-Whoever gets the lock of a record knows that its owner is gone, and removes what is in it (launcher/trial/sweep.py).
+Whoever gets the lock of a record knows that its owner is gone, and removes what is in it (launcher/trial/processes.py).
 Guarantee: nothing that a living process uses is removed: folders are locked by those who use them, and a file of
 secrets is known by its time, so that those made anew under its name stay.
 """

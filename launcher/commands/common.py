@@ -1,6 +1,10 @@
 """What all commands share: exit codes, options, files that they write, and errors as one message for a user.
 
 Each command imports what it needs when it runs, so that it answers at once.
+
+What a shell offers after TAB: names of trials, and of their workers. Reads folder names, imports nothing heavy.
+
+rl-status --install-completion      once; then  rl-logs gsm8k<TAB> gen<TAB>
 """
 
 import errno
@@ -20,8 +24,8 @@ from typer.exceptions import TyperException
 from corral.experiments.exit_codes import CommandExit, UserError
 
 if TYPE_CHECKING:
-    from corral.launcher.files.patient_files import PatientFiles
-    from corral.launcher.trial.find import TrialFacts
+    from corral.launcher.files.file_thread import PatientFiles
+    from corral.launcher.trial.view import TrialFacts
 
 
 Output = Literal["table", "json"]
@@ -164,7 +168,7 @@ def find_in_time(files: "PatientFiles", name: str, fileroot: Path) -> "TrialFact
         TimeoutError: if the file system that it is on does not answer.
         TrialNotFoundError, PlanDamagedError: see `find_trial`.
     """
-    from corral.launcher.trial.find import find_trial
+    from corral.launcher.trial.view import find_trial
 
     if name.startswith(("/", ".", "~")):
         place = Path(os.path.expanduser(name)).absolute()
@@ -184,7 +188,7 @@ def leaving(message: str, *, out: TextIO | None = None) -> Iterator[None]:
 
 
 def wait_for_trial(facts: "TrialFacts", name: str) -> None:
-    from corral.launcher.status.progress import exit_code, wait_for_end
+    from corral.launcher.follow import exit_code, wait_for_end
 
     with leaving(f"the trial keeps running; rl-stop {name} ends it, rl-status {name} -w shows it"):
         ended = wait_for_end(facts)
@@ -196,3 +200,43 @@ def wait_for_trial(facts: "TrialFacts", name: str) -> None:
         print(f"see        rl-logs {name} --errors", file=sys.stderr)
     if code:
         raise typer.Exit(code)
+
+
+_EXTRA_LOGS = ("redis", "supervisor")
+
+
+def complete_trial(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Trial names that are unique, and experiment/trial for all, that begin like this."""
+    paths = [plan.parent for plan in _fileroot(ctx).glob("*/*/plan.json")]
+    names = [path.name for path in paths]
+    candidates = [name for name in names if names.count(name) == 1]
+    candidates += [f"{path.parent.name}/{path.name}" for path in paths]
+    return sorted(name for name in candidates if name.startswith(incomplete))
+
+
+def complete_worker(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Kinds and workers of the trial that was named before."""
+    workers = _workers(ctx)
+    kinds = dict.fromkeys(worker.partition("/")[0] for worker in workers)
+    return [name for name in (*kinds, *workers, *_EXTRA_LOGS) if name.startswith(incomplete)]
+
+
+def complete_group(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Kinds of worker that rl-stop may keep down."""
+    return [kind for kind in ("generation_server", "rollout_worker") if kind.startswith(incomplete)]
+
+
+def _fileroot(ctx: typer.Context) -> Path:
+    from corral.launcher.trial.view import default_fileroot
+
+    given = ctx.params.get("fileroot")
+    return Path(os.path.expanduser(str(given))) if given else default_fileroot()
+
+
+def _workers(ctx: typer.Context) -> tuple[str, ...]:
+    from corral.launcher.trial.view import find_trial
+
+    try:
+        return find_trial(str(ctx.params.get("trial") or ""), _fileroot(ctx)).workers
+    except UserError:
+        return ()

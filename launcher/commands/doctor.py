@@ -11,7 +11,7 @@ from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import Fileroot, Output, run
 
 if TYPE_CHECKING:
-    from corral.launcher.doctor.judge import Finding
+    from corral.launcher.doctor.look import Finding
 
 
 def doctor(
@@ -22,10 +22,9 @@ def doctor(
     fileroot: Fileroot = None,
 ) -> None:
     """Check this machine, the cluster and its nodes: one line each, and what to do."""
-    from corral.launcher.doctor.judge import render, worst
-    from corral.launcher.doctor.look import judge_commands, look_at_cluster, look_here
+    from corral.launcher.doctor.look import judge_commands, look_at_cluster, look_here, render, worst
     from corral.launcher.slurm.client import missing_commands
-    from corral.launcher.trial.find import default_fileroot
+    from corral.launcher.trial.view import default_fileroot
 
     root = (fileroot or default_fileroot()).absolute()
     findings: list[Finding] = list(look_here(root))

@@ -15,15 +15,15 @@ from corral.launcher.commands.common import (
     TRIAL_HELP,
     Fileroot,
     Output,
+    complete_trial,
     leaving,
     run,
     terminal_width,
     wants_colour,
 )
-from corral.launcher.commands.completion import complete_trial
 
 if TYPE_CHECKING:
-    from corral.launcher.evaluation.status import EvaluationReader, EvaluationStatus
+    from corral.launcher.evaluation.jobs import EvaluationReader, EvaluationStatus
 
 _LOCAL_HELP = "On this machine, one after the other; the default for a trial that was submitted with --local."
 _PARTITION_HELP = "A partition of the cluster; default: where the trial trains."
@@ -47,17 +47,21 @@ def evaluate(
     fileroot: Fileroot = None,
 ) -> None:
     """Evaluate versions of a trial's weights, on the cluster or on this machine."""
-    from corral.launcher.evaluation.jobs import EvaluationResources, run_here, submit_to_slurm
+    from corral.launcher.evaluation.jobs import (
+        EvaluationReader,
+        EvaluationResources,
+        is_wanted,
+        run_here,
+        submit_to_slurm,
+    )
     from corral.launcher.evaluation.plan import (
         choose,
         evaluation_folder,
         find_weights,
         make_evaluation_config,
         make_requests,
-        read_plan,
     )
-    from corral.launcher.evaluation.status import EvaluationReader, is_wanted
-    from corral.launcher.trial.find import default_fileroot, find_trial
+    from corral.launcher.trial.view import default_fileroot, find_trial, read_plan
 
     facts = find_trial(trial, fileroot or default_fileroot())
     folder = evaluation_folder(facts.directory, dataset)
@@ -91,7 +95,7 @@ def evaluate(
 
 
 def _read(reader: "EvaluationReader", steps: Sequence[int], *, wait: bool, name: str) -> "list[EvaluationStatus]":
-    from corral.launcher.evaluation.status import wait_for
+    from corral.launcher.evaluation.jobs import wait_for
 
     if not wait:
         return reader.read(steps)

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from corral.experiments.exit_codes import CommandExit
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, fail, find_in_time, leaving, run
-from corral.launcher.commands.completion import complete_trial, complete_worker
+from corral.launcher.commands.common import (
+    TRIAL_HELP,
+    Fileroot,
+    complete_trial,
+    complete_worker,
+    fail,
+    find_in_time,
+    leaving,
+    run,
+)
 
 if TYPE_CHECKING:
     from corral.launcher.logs.lines import LineFilter
-    from corral.launcher.trial.find import TrialFacts
+    from corral.launcher.trial.view import TrialFacts
 
 _DEFAULT_LINES = 100
 _WORKERS_HELP = "kind, kind/index, redis or supervisor; default all workers."
@@ -48,15 +56,14 @@ def logs(
     fileroot: Fileroot = None,
 ) -> None:
     """Show what a trial's workers print."""
-    from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.files.file_thread import PatientFiles
     from corral.launcher.follow import follow_trial
     from corral.launcher.logs.bundle import write_bundle
     from corral.launcher.logs.failures import describe_failures
     from corral.launcher.logs.files import LinePrinter, LogFinder, attempt_number
     from corral.launcher.logs.lines import end_of_lines
     from corral.launcher.status.reader import polite_reader
-    from corral.launcher.trial.find import default_fileroot
-    from corral.launcher.trial.view import TrialView
+    from corral.launcher.trial.view import TrialView, default_fileroot
 
     chosen, files = _line_filter(since, grep), PatientFiles()
     facts = find_in_time(files, trial, fileroot or default_fileroot())
@@ -90,18 +97,17 @@ def logs(
 
 def _others(facts: "TrialFacts") -> dict[str, bytes]:
     """What a bundle has beside the trial's files: how it stands, this machine, and what SLURM knows of its jobs."""
-    from corral.experiments.trial.journal import read_journal
-    from corral.launcher.doctor.judge import render
-    from corral.launcher.doctor.look import look_here
+    from corral.launcher.doctor.look import look_here, render
     from corral.launcher.slurm.client import SlurmClient, SlurmError
     from corral.launcher.status.reader import polite_reader
     from corral.launcher.status.text import render_json
+    from corral.launcher.trial.view import TrialView
 
     found = {
         "status.json": render_json(polite_reader().read([facts])).encode(),
         "doctor.txt": render(list(look_here(facts.directory.path.parents[1]))).encode(),
     }
-    jobs = [str(event["job_id"]) for event in read_journal(facts.directory.journal_path) if event.get("job_id")]
+    jobs = [str(event["job_id"]) for event in TrialView.open(facts.directory).events if event.get("job_id")]
     records: dict[str, object] = {}
     for job_id in dict.fromkeys(jobs):
         try:

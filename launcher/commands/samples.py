@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, run, terminal_width
-from corral.launcher.commands.completion import complete_trial
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, complete_trial, find_in_time, run, terminal_width
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,10 +47,9 @@ def samples(
     from rich.console import Console
 
     from corral.experiments.errors import ConfigError
-    from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.files.file_thread import PatientFiles
     from corral.launcher.samples import KeptAnswers, as_diff, as_table, by_prompt, dropped_table, prompts_table
-    from corral.launcher.trial.dropped import dropped_prompts
-    from corral.launcher.trial.find import default_fileroot
+    from corral.launcher.trial.view import default_fileroot, dropped_prompts
 
     files, console = PatientFiles(), Console(width=terminal_width() or 200)
     directory = find_in_time(files, trial, fileroot or default_fileroot()).directory
@@ -97,8 +95,8 @@ def _print_whole(
 ) -> None:
     from corral.experiments.prompts.tokens import load_tokenizer
     from corral.experiments.worker_specs import ModelWorkerSpec
-    from corral.launcher.evaluation.plan import read_plan
     from corral.launcher.samples import as_whole
+    from corral.launcher.trial.view import read_plan
 
     tokenizer = load_tokenizer(read_plan(directory).all_of(ModelWorkerSpec)[0].tokenizer)
     for row in rows:

@@ -11,16 +11,16 @@ from corral.experiments.exit_codes import CommandExit
 from corral.launcher.commands.common import (
     TRIAL_HELP,
     Fileroot,
+    complete_trial,
     find_in_time,
     run,
     terminal_width,
     wait_for_trial,
     wants_colour,
 )
-from corral.launcher.commands.completion import complete_trial
 
 if TYPE_CHECKING:
-    from corral.launcher.trial.find import TrialFacts
+    from corral.launcher.trial.view import TrialFacts
 
 _REDRAW_S = 5.0
 _TRIAL_HELP = f"{TRIAL_HELP} Or an experiment's name: all its trials."
@@ -46,8 +46,8 @@ def status(
 ) -> None:
     """Show how trials stand: one row each, or one trial by its groups."""
     from corral.experiments.trial.directory import list_names
-    from corral.launcher.files.patient_files import PatientFiles
-    from corral.launcher.trial.find import TrialNotFoundError, default_fileroot
+    from corral.launcher.files.file_thread import PatientFiles
+    from corral.launcher.trial.view import TrialNotFoundError, default_fileroot
 
     root = fileroot or default_fileroot()
     facts, experiment, missing = None, None, None
@@ -94,7 +94,7 @@ def status(
 
 def _with_times(look: Callable[[], str], facts: "TrialFacts", *, most: int | None) -> str:
     """The page, and below it where the time of the last steps went: `most` sentences, the largest share first."""
-    from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.files.file_thread import PatientFiles
     from corral.launcher.status.text import fold
     from corral.launcher.timeline.sentence import said_of_latest
 

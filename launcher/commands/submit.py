@@ -16,9 +16,9 @@ from corral.launcher.commands.common import Fileroot, fail, leaving, run, termin
 from corral.scheduling.scheduling import AskedLayout
 
 if TYPE_CHECKING:
-    from corral.launcher.submit.imagined import ClusterShape
+    from corral.launcher.submit.preflight import ClusterShape
     from corral.launcher.submit.prepare import Submission
-    from corral.launcher.trial.find import TrialFacts
+    from corral.launcher.trial.view import TrialFacts
 
 
 _NAME_TRIES = 100  # of as many who submit at the same time, the last one needs as many
@@ -84,7 +84,7 @@ def submit(
 
         print(schema_text())
         return
-    from corral.launcher.trial.sweep import sweep
+    from corral.launcher.trial.processes import sweep
 
     leave_login_shell()  # what is tried here of the user's code takes CPU time, and may ask a model on this machine
     _check_together(wait=wait, follow=follow, no_checks=no_checks, local=local)
@@ -150,7 +150,7 @@ def _cluster_shape(text: str | None, *, is_dry: bool, local: bool, resumes: bool
         raise typer.BadParameter("--shape imagines a cluster, on which nothing can run; add --dry-run")
     if local or resumes:
         raise typer.BadParameter("--shape plans a new trial for a cluster; leave --local and --resume out")
-    from corral.launcher.submit.imagined import ClusterShape
+    from corral.launcher.submit.preflight import ClusterShape
 
     return ClusterShape.parse(text)
 
@@ -194,7 +194,7 @@ def _prepared_resume(
     name: str, fileroot: Path | None, overrides: Sequence[str], *, unfit: Mapping[str, object], has_checks: bool
 ) -> "Submission":
     from corral.launcher.submit.prepare import AlreadyCompleteError, prepare_resume
-    from corral.launcher.trial.find import default_fileroot, find_trial
+    from corral.launcher.trial.view import default_fileroot, find_trial
 
     keys = [override.partition("=")[0] for override in overrides]
     others = [name for name, value in unfit.items() if value]
@@ -271,7 +271,7 @@ def _start(submission: "Submission", *, is_resumed: bool, wait: bool, follow: bo
     from corral.experiments.errors import display_path
     from corral.experiments.trial.mode import has_jobs
     from corral.launcher.submit.start import start
-    from corral.launcher.trial.find import default_fileroot, read_facts
+    from corral.launcher.trial.view import default_fileroot, read_facts
 
     identifier = start(submission, resume=is_resumed)
     plan = submission.plan

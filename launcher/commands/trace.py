@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, run, write_output
-from corral.launcher.commands.completion import complete_trial
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, complete_trial, find_in_time, run, write_output
 
 _STEPS_HELP = "A train step, a span such as 40:44, latest, or all."
 _OUTPUT_HELP = (
@@ -25,11 +24,10 @@ def trace(
 ) -> None:
     """Say where the time of train steps went, and what would change that; or write their timeline."""
     from corral.experiments.errors import ConfigError
-    from corral.launcher.files.patient_files import PatientFiles
+    from corral.launcher.files.file_thread import PatientFiles
     from corral.launcher.timeline.reader import spans_of, steps_of, trace_of
     from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
-    from corral.launcher.trial.find import default_fileroot
-    from corral.launcher.trial.steps import chosen_steps
+    from corral.launcher.trial.view import chosen_steps, default_fileroot
 
     files = PatientFiles()
     facts = find_in_time(files, trial, fileroot or default_fileroot())

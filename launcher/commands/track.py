@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from corral.launcher.commands.common import TRIAL_HELP, Fileroot, find_in_time, leaving, run
-from corral.launcher.commands.completion import complete_trial
+from corral.launcher.commands.common import TRIAL_HELP, Fileroot, complete_trial, find_in_time, leaving, run
 
 _TO_HELP = "tensorboard, wandb, mlflow, prometheus, or the import path of a tracker of your own."
 
@@ -22,10 +21,10 @@ def track(
 ) -> None:
     """Hand a trial's numbers to a tracker, each train step and evaluation once."""
     from corral.experiments.inputs.users_process import add_users_root
-    from corral.launcher.files.patient_files import PatientFiles
-    from corral.launcher.tracking.hand_on import hand_on
+    from corral.launcher.files.file_thread import PatientFiles
     from corral.launcher.tracking.tracker import TrackedTrial
-    from corral.launcher.trial.find import default_fileroot
+    from corral.launcher.tracking.trackers import hand_on
+    from corral.launcher.trial.view import default_fileroot
 
     add_users_root()
     files = PatientFiles()

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from corral.launcher.commands.common import FILEROOT_HELP, TRIAL_HELP, leaving, run, write_output
-from corral.launcher.commands.completion import complete_trial
+from corral.launcher.commands.common import FILEROOT_HELP, TRIAL_HELP, complete_trial, leaving, run, write_output
 
 _TRIALS_HELP = f"{TRIAL_HELP} Or a folder with trials in it. Without any: all trials of the file root."
 _PORT_HELP = "Port to serve it at; 0 is one that is free."
@@ -26,10 +25,9 @@ def view(
     fileroot: Annotated[Path | None, typer.Option(metavar="DIR", help=FILEROOT_HELP)] = None,
 ) -> None:
     """Show trials as a page: curves, answers, where time goes, events, settings; several beside each other."""
-    from corral.launcher.page.render import render_page
     from corral.launcher.page.server import PageServer
-    from corral.launcher.page.view import TrialViews, choose_trials
-    from corral.launcher.trial.find import default_fileroot
+    from corral.launcher.page.view import TrialViews, choose_trials, render_page
+    from corral.launcher.trial.view import default_fileroot
 
     facts, left_out = choose_trials(trials or [], fileroot or default_fileroot())
     title = facts[0].name if len(facts) == 1 else f"{len(facts)} trials"

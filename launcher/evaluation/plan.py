@@ -21,9 +21,9 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, link_files
 from corral.experiments.trial.evaluation import BestVersion, EvaluationRequest, progress_path, request_path, result_path
-from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.worker_specs import GenerationServerSpec, ModelWorkerSpec, RolloutWorkerSpec
+from corral.launcher.trial.view import TrialView
 from corral.scheduling.policy_version import PolicyVersion
 from corral.scheduling.scheduling import Scheduling
 
@@ -216,18 +216,6 @@ def _step_of_final_export(directory: TrialDirectory) -> int | None:
     """The journal says which version `exports/final` is."""
     if not (directory.exports_path / "final").is_dir():
         return None
-    events = [event for event in read_journal(directory.journal_path) if event["event"] == "weights_exported"]
-    versions = [event["version"] for event in events if Path(str(event["directory"])).name == "final"]
+    exported = TrialView.open(directory).named("weights_exported")
+    versions = [event["version"] for event in exported if Path(str(event["directory"])).name == "final"]
     return PolicyVersion.parse(versions[-1]).step if versions else None
-
-
-def read_plan(directory: TrialDirectory) -> RunPlan:
-    """The trial's plan.
-
-    Raises:
-        ConfigError: if it cannot be read.
-    """
-    try:
-        return RunPlan.from_json(directory.plan_path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError.of(f"the plan of {directory.path} cannot be read: {error}") from error

@@ -23,11 +23,10 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log_state import DROPPED_AS_FILTERED
 from corral.experiments.trial.mode import has_jobs
 from corral.launcher.terminal import format_moment, printable
-from corral.launcher.trial.dropped import MAX_COMMITS, dropped_prompts
 from corral.launcher.trial.ends import End, tail_lines
 from corral.launcher.trial.lock import is_locked
 from corral.launcher.trial.metrics import last_lines
-from corral.launcher.trial.view import TrialView
+from corral.launcher.trial.view import MAX_COMMITS, TrialView, dropped_prompts
 
 _MAX_FOLLOWED = 20
 _MAX_DETAILS = 20

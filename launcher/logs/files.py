@@ -11,9 +11,9 @@ from pathlib import Path
 
 from corral.experiments.exit_codes import CommandExit, UserError
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.journal import read_journal
-from corral.launcher.files.patient_files import PatientFiles
+from corral.launcher.files.file_thread import PatientFiles
 from corral.launcher.logs.lines import EVERY_LINE, LineFilter, select_lines
+from corral.launcher.trial.view import TrialView
 
 _NAME = re.compile(r"(?P<kind>[a-z_]+?)-(?P<index>\d+)\.log")
 OTHER_LOGS = ("redis", "supervisor")
@@ -44,7 +44,7 @@ class LogFinder:
     attempt: str | None = None
     """A number, `all`, or None for the last one."""
     _jobs: dict[int, str] = field(default_factory=dict)
-    _journal_seen: tuple[int, int] = (0, 0)
+    _journal_bytes: int = 0
 
     def find(self) -> list[LogFile]:
         """What there is now.
@@ -78,23 +78,11 @@ class LogFinder:
 
     def _job_of(self, attempt: int) -> str:
         """The job of an attempt; one that SLURM put back into the queue has several attempts, and one log."""
-        self._read_jobs()
+        path = self.directory.journal_path
+        if (size := path.stat().st_size if path.exists() else 0) != self._journal_bytes:  # that of a long trial is long
+            self._journal_bytes, self._jobs = size, TrialView.open(self.directory).job_by_attempt
         before = [number for number in self._jobs if number <= attempt]
         return self._jobs[max(before)] if before else ""
-
-    def _read_jobs(self) -> None:
-        """The journal of a long trial is long: it is read again only after it has changed."""
-        path = self.directory.journal_path
-        try:
-            found = path.stat()
-        except FileNotFoundError:
-            return
-        if (found.st_size, found.st_mtime_ns) == self._journal_seen:
-            return
-        self._journal_seen = found.st_size, found.st_mtime_ns
-        for event in read_journal(path):
-            if event["event"] == "submitted" and event.get("job_id") and isinstance(event.get("attempt"), int):
-                self._jobs[event["attempt"]] = str(event["job_id"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from corral.launcher.files.patient_files import PatientFiles
+from corral.launcher.files.file_thread import PatientFiles
 from corral.launcher.terminal import printable
 
 _STAMP = re.compile(r"(\d{4}-\d{2}-\d{2})[ T](\d{2}:\d{2}:\d{2})")

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
-from corral.launcher.page.render import render_page
-from corral.launcher.page.view import TrialViews
-from corral.launcher.trial.find import load_facts
+from corral.launcher.page.view import TrialViews, render_page
+from corral.launcher.trial.view import load_facts
 from corral.launcher.trial.words import TrialState
 
 

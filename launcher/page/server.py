@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from corral.experiments.trial.guarded_listener import GuardedListener
-from corral.launcher.page.render import render_page
+from corral.launcher.page.view import render_page
 
 _REFRESH_S = 5.0
 _IDLE_SHARE = 10.0  # a long trial, which takes seconds to read, is read less often

@@ -5,30 +5,47 @@
     timeline/     ──► what each worker did in the last steps
 
 All of it is JSON: texts of models and users stay texts, and the page shows them as such.
+
+metrics.jsonl -> what the page draws: each number over train steps, and what a step is in time and in tokens.
+
+Of a long trial a curve keeps the lowest and the highest point of each stretch of steps, so that no peak is lost.
+
+The page: one HTML file that needs nothing else, from what it says as JSON.
+
+Nothing of it may reach the network, and no script but ours runs in it: its policy names the digest of each. Texts of
+others are data in it, which no browser executes, and which scripts only ever show as texts.
 """
 
+import base64
+import hashlib
+import math
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.experiments.trial.directory import TrialDirectory
-from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.samples import PART
 from corral.experiments.trial.spans import STEPS, spans_path
 from corral.experiments.trial.worker_record import MASTER
 from corral.experiments.worker_specs import MasterWorkerSpec, ModelWorkerSpec
+from corral.launcher.files.file_thread import PatientFiles
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.files.patient_files import PatientFiles
-from corral.launcher.page.curves import StepTimes, bars_of, curves_of, mean_of, step_times_of
 from corral.launcher.page.graph import graph_of
 from corral.launcher.samples import KeptAnswers, gaps_of, name_of
 from corral.launcher.status.judge import TrialStatus
@@ -37,9 +54,157 @@ from corral.launcher.status.text import render_trial
 from corral.launcher.timeline.reader import spans_of, steps_of
 from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
 from corral.launcher.trial.ends import TASK_ENDED
-from corral.launcher.trial.find import TrialFacts, find_trial, read_facts
-from corral.launcher.trial.metrics import read_metrics
+from corral.launcher.trial.metrics import ACCURACY, GAP, LOSS, REWARD, STALENESS, is_number, read_metrics
+from corral.launcher.trial.view import TrialFacts, TrialView, find_trial, read_facts, read_plan
 from corral.launcher.trial.words import TrialState
+
+_NO_CURVES = ("step", "time", "trainer_epoch")
+_SHOWN_CURVES = (ACCURACY, REWARD, LOSS, ("response_length/mean",), STALENESS, GAP)
+"""What is drawn before anybody chooses: of each, the first name that the trial has written."""
+
+Points = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+"""Steps, and values at them."""
+
+
+# Where the time of train steps goes, by call: metrics.jsonl -> bars of the page.
+#
+#     time/ref_inf_s           seconds that it ran             ┐
+#     time/ref_inf/inputs_s    waited for its input keys       ├ one call of one step: ░░inputs░░▒▒ranks▒▒████ran████
+#     time/ref_inf/ranks_s     waited for its ranks            ┘
+#
+# A bar per step: the wait for its batch, what ran, call on call, and the commit, beside the time that all of it took:
+# where the bar is higher, calls ran at the same time. And a mean step from its start to its end, a row per call.
+
+_MOST_BARS = 60  # more would be too thin to point at; then a bar is the mean of several steps
+
+
+class CallSeconds(NamedTuple):
+    """Of one call in one step, or in the mean of several."""
+
+    inputs_s: float
+    ranks_s: float
+    run_s: float
+
+    @property
+    def end_s(self) -> float:
+        """When it had taken the whole batch, counted from the start of the step."""
+        return self.inputs_s + self.ranks_s + self.run_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Of one train step, or of the mean of several."""
+
+    step: float
+    calls: Mapping[str, CallSeconds]
+    """By call, in the order in which they ended."""
+    wait_s: float
+    """Before it, for a batch."""
+    run_s: float
+    """All calls, from the first to the last, with the publishing of what they trained."""
+    commit_s: float
+    """Of the step before, which this one had to wait for."""
+
+
+def step_times_of(lines: Sequence[dict[str, Any]], *, calls: Iterable[str]) -> list[StepTimes]:
+    """The steps whose times were written."""
+    names = tuple(calls)
+    steps = []
+    for line in lines:
+        found = {name: seconds for name in names if (seconds := _call_seconds(line, name)) is not None}
+        if found:
+            times = StepTimes(
+                step=line["step"],
+                calls=_ordered(found),
+                wait_s=line["time/wait_s"] if is_number(line.get("time/wait_s")) else 0.0,
+                run_s=max(call.end_s for call in found.values()),
+                commit_s=line["time/commit_s"] if is_number(line.get("time/commit_s")) else 0.0,
+            )
+            steps.append(times)
+    return steps
+
+
+def mean_of(steps: Sequence[StepTimes]) -> StepTimes:
+    """The mean step; a call that some steps lack counts where it is."""
+    names = dict.fromkeys(name for step in steps for name in step.calls)
+    of_calls = {name: [step.calls[name] for step in steps if name in step.calls] for name in names}
+    return StepTimes(
+        step=fmean(step.step for step in steps),
+        calls=_ordered({name: CallSeconds(*map(fmean, zip(*calls, strict=True))) for name, calls in of_calls.items()}),
+        wait_s=fmean(step.wait_s for step in steps),
+        run_s=fmean(step.run_s for step in steps),
+        commit_s=fmean(step.commit_s for step in steps),
+    )
+
+
+def bars_of(steps: Sequence[StepTimes]) -> list[StepTimes]:
+    """The steps, or means of as many as there is room for bars."""
+    size = -(-len(steps) // _MOST_BARS)
+    return [mean_of(steps[first : first + size]) for first in range(0, len(steps), size or 1)]
+
+
+def _call_seconds(line: Mapping[str, Any], name: str) -> CallSeconds | None:
+    seconds: list[Any] = [line.get(f"time/{name}{part}_s") for part in ("/inputs", "/ranks", "")]
+    return CallSeconds(*map(float, seconds)) if all(map(is_number, seconds)) else None
+
+
+def _ordered(calls: Mapping[str, CallSeconds]) -> dict[str, CallSeconds]:
+    return dict(sorted(calls.items(), key=lambda item: (item[1].end_s, item[0])))
+
+
+def curves_of(lines: Sequence[Mapping[str, Any]], *, most: int) -> dict[str, Any]:
+    """Curves by name, with at most so many points each: `{"axes", "curves", "shown"}`.
+
+    Args:
+        lines: of every step once, in order.
+        most: points of a curve.
+    """
+    numbers = _columns(lines)
+    times, tokens = (numbers.get(name, _NO_POINTS) for name in ("time", "train/tokens"))
+    curves = {}
+    for name in sorted(numbers.keys() - set(_NO_CURVES)):
+        steps, values = numbers[name]
+        kept = thinned(values, most=most)
+        curves[name] = {"steps": steps[kept].tolist(), "values": [float(f"{value:.6g}") for value in values[kept]]}
+    shown = (next((name for name in candidates if name in curves), None) for candidates in _SHOWN_CURVES)
+    axes = _axes(times, tokens, most=most)
+    return {"axes": axes, "curves": curves, "shown": [name for name in shown if name]}
+
+
+def thinned(values: npt.NDArray[np.float64], *, most: int) -> npt.NDArray[np.int64]:
+    """Which values stay, in order: all of few; of many, the lowest and the highest of each of `most / 2` stretches."""
+    if len(values) <= most:
+        return np.arange(len(values))
+    size = math.ceil(len(values) / (most // 2))
+    filled = np.pad(values, (0, -len(values) % size), mode="edge").reshape(-1, size)
+    first = np.arange(len(filled)) * size
+    kept = np.concatenate([first + filled.argmin(axis=1), first + filled.argmax(axis=1)])
+    return np.unique(np.minimum(kept, len(values) - 1))
+
+
+def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, Points]:
+    columns: dict[str, tuple[list[int], list[float]]] = {}
+    for line in lines:
+        step = line["step"]
+        for name, value in line.items():
+            # A bool, which is an int, has no point, nor has what is not finite.
+            if (type(value) is float or type(value) is int) and math.isfinite(value):
+                steps, values = columns.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+    return {name: (np.array(steps), np.array(values, np.float64)) for name, (steps, values) in columns.items()}
+
+
+def _axes(times: Points, tokens: Points, *, most: int) -> dict[str, list[float]]:
+    """What the time and the tokens of a step are: between two of these both grow evenly."""
+    steps, moments = times
+    at = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), most)).astype(int))
+    trained = np.concatenate([[0.0], np.cumsum(tokens[1])])[np.searchsorted(tokens[0], steps[at], side="right")]
+    return {"step": steps[at].tolist(), "time": moments[at].tolist(), "tokens": trained.tolist()}
+
+
+_NO_POINTS: Points = (np.array([], np.int64), np.array([], np.float64))
+
 
 _POINTS = 1_000  # of a curve: more than a chart has columns of dots
 _ANSWERS = 300
@@ -281,7 +446,9 @@ class ShownTrial:
         """
         self.facts = facts
         self._name, self._points, self._answers = name, points, answers
-        self._plan = _read_plan(facts.directory.plan_path)
+        self._plan: RunPlan | None = None
+        with suppress(ConfigError):  # another version's: what does not need it is shown
+            self._plan = read_plan(facts.directory)
         self._known: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
 
     def read(self, status: TrialStatus) -> dict[str, Any]:
@@ -299,7 +466,7 @@ class ShownTrial:
             "settings": dict(_settings(self._plan.config)) if self._plan else {},
             "graph": _graph(self._plan.master) if self._plan else None,
             **self._part(directory.metrics_path, self._numbers),
-            **self._part(directory.journal_path, _events),
+            **self._part(directory.journal_path, lambda _: _events(directory)),
             **self._part(directory.samples_path, self._said),
             # Of all workers' files the master's says when there is a further step.
             **self._part(spans_path(directory.timeline_path, MASTER), self._timeline),
@@ -328,13 +495,6 @@ class ShownTrial:
         return {"answers": answers_of(path, tokenizer, most=self._answers)}
 
 
-def _read_plan(path: Path) -> RunPlan | None:
-    try:
-        return RunPlan.from_json(path.read_bytes())
-    except ValueError:  # another version's: what does not need it is shown
-        return None
-
-
 def _graph(master: MasterWorkerSpec) -> dict[str, Any]:
     nodes, edges = graph_of(master.step_plan, samples=master.samples_from, published_to=master.weights_go_to)
     step = f"a train step of {master.train_batch_size} {master.sample_unit}"
@@ -353,8 +513,8 @@ def _as_json(step: StepTimes) -> dict[str, Any]:
     return {"step": step.step, "wait_s": step.wait_s, "commit_s": step.commit_s, "calls": calls}
 
 
-def _events(path: Path) -> dict[str, Any]:
-    told = [event for event in map(_told, read_journal(path)) if event is not None]
+def _events(directory: TrialDirectory) -> dict[str, Any]:
+    told = [event for event in map(_told, TrialView.open(directory).events) if event is not None]
     return {"events": told[-_MOST_EVENTS:], "events_left_out": max(0, len(told) - _MOST_EVENTS)}
 
 
@@ -380,3 +540,45 @@ def _settings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _settings(part, f"{key}.{name}" if key else str(name))
     elif value is not None:
         yield key, value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+_FOLDER = Path(__file__).parent
+
+
+def render_page(data: bytes, *, title: str, refresh_s: float | None = None) -> bytes:
+    """The file.
+
+    Args:
+        data: JSON, as `TrialViews.data` gives it.
+        refresh_s: after how long it asks whoever serves it for new data; None of a file.
+    """
+    environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
+    library, script = _chart_library(), (_FOLDER / "page.js").read_text()
+    page = environment.get_template("page.html").render(
+        title=title,
+        refresh_s=refresh_s,
+        policy=_policy([library, script], is_served=refresh_s is not None),
+        style=Markup((_FOLDER / "page.css").read_text()),
+        # Within a script element only "<" can end it, or begin another one; JSON may write it otherwise.
+        data=Markup(data.decode().replace("<", "\\u003c")),
+        library=Markup(library),
+        script=Markup(script),
+    )
+    return page.encode()
+
+
+def _policy(scripts: Sequence[str], *, is_served: bool) -> str:
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    connect = "'self'" if is_served else "'none'"
+    return (
+        f"default-src 'none'; script-src {allowed}; connect-src {connect}; img-src data:; style-src 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _chart_library() -> str:
+    """The JavaScript of plotly, without importing its Python."""
+    spec = find_spec("plotly")
+    assert spec is not None and spec.origin is not None, "plotly is one of corral's dependencies"
+    return (Path(spec.origin).parent / "package_data" / "plotly.min.js").read_text()

@@ -39,9 +39,9 @@ from corral.launcher.trial.processes import (
     children_of,
     descendants_of,
     process_start_ticks,
+    sweep,
     user_name,
 )
-from corral.launcher.trial.sweep import sweep
 
 END_ALL: Final = signal.SIGUSR1
 OUT_OF_MEMORY_VARIABLE: Final = "CORRAL_OUT_OF_MEMORY_NOTE"

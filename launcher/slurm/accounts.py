@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from corral.launcher.cluster.errors import answer_or
-from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.client import SlurmClient, answer_or
 from corral.launcher.slurm.parse import keeps_accounts
 from corral.launcher.slurm.verdict import Holder
 from corral.scheduling.slurm_formats import format_time_limit, parse_memory_mb, parse_time_limit

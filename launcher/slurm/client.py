@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
+from corral.experiments.exit_codes import CommandExit, UserError
 from corral.experiments.own_python import python_path
-from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError, UncertainSubmissionError
-from corral.launcher.cluster.jobs import Job
 from corral.launcher.files.patience import PATIENCE_S, insist
 from corral.launcher.slurm.parse import (
     NODE_FORMAT,
@@ -31,7 +30,7 @@ from corral.launcher.slurm.parse import (
     parse_settings,
     parse_steps,
 )
-from corral.launcher.slurm.verdict import QUEUE_FORMAT, jobs_of_squeue
+from corral.launcher.slurm.verdict import QUEUE_FORMAT, Job, jobs_of_squeue
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, user_name
 from corral.scheduling.slurm_formats import SLURM_PREFIXES, MemoryRules
 
@@ -73,7 +72,9 @@ def complaint_of(said: str) -> Complaint:
     return next(complaint for complaint in Complaint if re.search(complaint, said, re.IGNORECASE))
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
+D = TypeVar("D")
 
 _END_STEPS_PAUSE_S = 0.2
 
@@ -84,12 +85,18 @@ _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # how the commands find t
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 
 
-class SlurmError(ClusterError):
-    """A SLURM command failed; the text is the command and what it said.
+class SlurmError(UserError):
+    """SLURM was asked, and refused; the text is the command and what it said.
+
+        SlurmUnreachableError       nothing is known about any job
+            SlurmUncertainError     SLURM may have taken the job
+            SubmissionUnknownError  nobody can say whether it has
 
     complaint: why, for those who decide.
     said: what it printed, on one line.
     """
+
+    exit_code = CommandExit.REFUSED
 
     def __init__(self, message: str, *, complaint: Complaint = Complaint.OTHER, said: str = "") -> None:
         super().__init__(message)
@@ -97,15 +104,29 @@ class SlurmError(ClusterError):
         self.said = said or message
 
 
+class SlurmUnreachableError(SlurmError):
+    """Its commands are missing, time out, or find no controller: nothing is known about any job."""
+
+    exit_code = CommandExit.UNREACHABLE
+
+
+class SlurmUncertainError(SlurmUnreachableError):
+    """sbatch was asked to take a job and did not answer as it should: SLURM may have taken it all the same."""
+
+
+class SubmissionUnknownError(SlurmUnreachableError):
+    """Nobody can say whether there is a job now."""
+
+
+def answer_or(otherwise: D, ask: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | D:
+    """What SLURM answers, where an answer is not needed; `otherwise` if it gives none."""
+    try:
+        return ask(*args, **kwargs)
+    except SlurmError:
+        return otherwise
+
+
 _NO_SLURM_HINT = "run this where the cluster's commands work, or add --local to run on this machine"
-
-
-class SlurmUnreachableError(SlurmError, ClusterUnreachableError):
-    """The commands are missing, time out, or find no controller."""
-
-
-class SlurmUncertainError(SlurmUnreachableError, UncertainSubmissionError):
-    """sbatch was asked and did not answer as it should."""
 
 
 def clean_environment(environment: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable, Sequence
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, read_tail
-from corral.launcher.cluster.errors import answer_or
-from corral.launcher.cluster.own_job import JobEnd, JobProspect, OwnJob
 from corral.launcher.layout.layout import PlacedTrial, RunningAllocations
+from corral.launcher.slurm.client import answer_or
 from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.slurm.own_jobs import OwnJob
 from corral.launcher.slurm.sbatch import (
     extra_job_options,
     extra_job_path,
@@ -21,7 +21,7 @@ from corral.launcher.slurm.sbatch import (
     successor_options,
 )
 from corral.launcher.slurm.srun import SrunRunner
-from corral.launcher.slurm.verdict import explain_end, look_ahead, why_leaving
+from corral.launcher.slurm.verdict import JobEnd, JobProspect, explain_end, look_ahead, why_leaving
 
 _OUTPUT_TAIL_BYTES = 65536
 
@@ -30,7 +30,7 @@ class SlurmCluster(SlurmQueue):
     """A cluster as submissions and supervisors need it.
 
     Raises:
-        UncertainSubmissionError: each method that submits, if SLURM may have taken the job without saying so.
+        SlurmUncertainError: each method that submits, if SLURM may have taken the job without saying so.
     """
 
     def script(self, trial: PlacedTrial) -> bytes:

@@ -21,8 +21,8 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.own_python import own_python
 from corral.experiments.regular_file import read_regular
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.own_jobs import job_name
 from corral.launcher.layout.layout import Allocation, Layout, PlacedTrial
+from corral.launcher.slurm.own_jobs import job_name
 from corral.scheduling.scheduling import option_name
 from corral.scheduling.slurm_formats import check_plain_text
 

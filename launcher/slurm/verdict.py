@@ -1,6 +1,6 @@
 """What SLURM's words for a job mean for a trial. Each has an answer: an unknown one becomes UNKNOWN, never an error.
 
-squeue -o QUEUE_FORMAT --jobs_of_squeue--> Job      `scontrol show job` --job_of_scontrol--> Job, see cluster/jobs.py
+squeue -o QUEUE_FORMAT --jobs_of_squeue--> Job      `scontrol show job` --job_of_scontrol--> Job
 (state, reason, what else is known) --judge_job--> a word of TrialState in trial/words.py, and advice
 
 PENDING     QUEUED | REQUEUED (it has run before) | BLOCKED (it will not start by itself) | HELD
@@ -9,29 +9,178 @@ over        FAILED, OOM, TIMED_OUT, NODE_FAILED, PREEMPTED, CANCELLED, unless th
 
 Every other module asks here what a word means:
 
-squeue, scontrol, sacct --state_word--> `COMPLETING` --phase_of----------> JobPhase in cluster/jobs.py
+squeue, scontrol, sacct --state_word--> `COMPLETING` --phase_of----------> JobPhase
                                                      --meaning_of--------> a word of TrialState in trial/words.py
-      our own job, while it is ended:                --explain_end-------> JobEnd in cluster/own_job.py
+      our own job, while it is ended:                --explain_end-------> JobEnd
       a step that could not be made:                 --srun------------------> ExitKind in trial/ends.py
 
 What a word alone leaves open, its reason tells, and a closer look (job_queue.py). Beyond this
-folder a word is compared only by what is SLURM's alone: rl-doctor (doctor/probe.py, doctor/judge.py) and rl-eval
-(evaluation/status.py). All others compare ours.
+folder a word is compared only by what is SLURM's alone: rl-doctor (doctor/look.py) and rl-eval
+(evaluation/jobs.py). All others compare ours.
+
+A cluster's jobs in words of our own.
+
+WAITING --gets its nodes--> RUNNING --gives them back--> LEAVING --> ENDED      UNKNOWN: the cluster's word is new to us
+   ^                           |
+   +-- the cluster puts it back +
 """
 
 import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from corral.experiments.trial.attempts import EndState
-from corral.launcher.cluster.jobs import Job, JobPhase
-from corral.launcher.cluster.own_job import JobEnd, JobProspect
 from corral.launcher.trial.words import TrialState
 from corral.scheduling.slurm_formats import expand_host_list
+
+
+class JobPhase(StrEnum):
+    """Where a job stands."""
+
+    WAITING = "waiting"
+    """In the queue, or its nodes are being made ready."""
+    RUNNING = "running"
+    """It has its nodes."""
+    LEAVING = "leaving"
+    """It gives them back."""
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job of this user."""
+
+    job_id: str
+    phase: JobPhase
+    word: str
+    """The cluster's own word for the state, for people."""
+    reason: str = ""
+    """Why it is so, in the cluster's words."""
+    run: str = ""
+    """Tells the runs of a job apart that was put back: when the present one started, or will."""
+    num_nodes: int | None = None
+    nodes: str = ""
+    """As the cluster writes them."""
+    hosts: tuple[str, ...] = ()
+    """The names of its nodes, while it has them."""
+    name: str = ""
+    tag: Mapping[str, Any] = field(default_factory=dict)
+    """What corral wrote into its comment; {} if this is another program's, or the site rewrites comments."""
+    part_of: str = ""
+    """The job whose later component this is; it comes and goes with it."""
+    time_left: str = ""
+    line: str = ""
+    """All that the cluster said, for people."""
+    has_run: bool = False
+    """Whether it has been put back into the queue, as far as the trial's records were asked; so with what follows."""
+    nodes_are_down: bool = False
+    """Whether every node that could run it is down."""
+    exceeded: str = ""
+    """The limit that it exceeds whatever else runs, in words; "" if none is known."""
+    exit_code: str = ""
+    """As scontrol prints it, `0:53`; "" if it was not asked."""
+
+    @property
+    def state(self) -> TrialState:
+        """What it means for a trial. RUNNING is refined by the trial's own records."""
+        return self._judged[0]
+
+    @property
+    def note(self) -> str:
+        """What explains the state, and what to do."""
+        return judge_exit(self.word, self.exit_code) or self._judged[1]
+
+    @property
+    def _judged(self) -> tuple[TrialState, str]:
+        return judge_job(
+            self.word,
+            self.reason,
+            start=self.run,
+            has_run=self.has_run,
+            nodes_are_down=self.nodes_are_down,
+            exceeded=self.exceeded,
+            job_id=self.job_id,
+        )
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """What a closer look has found, and who said so."""
+        said = {
+            f"sacctmgr says: {self.exceeded}": self.exceeded,
+            f"scontrol says ExitCode={self.exit_code}": self.exit_code,
+            "sinfo says that no node that could run it is up": self.nodes_are_down,
+        }
+        return tuple(what for what, is_so in said.items() if is_so)
+
+    @property
+    def is_staying(self) -> bool:
+        """Whether it is there and will be until somebody ends it."""
+        return self.phase in (JobPhase.WAITING, JobPhase.RUNNING)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it is in the queue or on nodes."""
+        return self.is_staying or self.phase is JobPhase.LEAVING
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether waiting alone will not start it."""
+        return self.state is TrialState.BLOCKED
+
+    @property
+    def number(self) -> int:
+        """Grows with the order in which jobs were submitted."""
+        return int(self.job_id) if self.job_id.isdecimal() else 0
+
+
+_CAUSE_BY_STATE = {
+    EndState.CANCELLED: "cancelled outside of corral (scancel)",
+    EndState.TIMED_OUT: "the time limit was reached",
+    EndState.PREEMPTED: "preempted",
+    EndState.NODE_FAILED: "a node failed",
+    EndState.REQUEUED: "requeued (scontrol requeue)",
+    EndState.UNKNOWN: "the cluster ended the job, and could not be asked why",
+    EndState.STOPPED: "SIGTERM to the supervisor",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnd:
+    """What the cluster does with our job."""
+
+    state: EndState
+    """STOPPED if the job itself goes on, so that only this script was asked to end."""
+    is_requeued: bool
+    """Whether the cluster will start the job again by itself."""
+
+    @property
+    def cause(self) -> str:
+        """For people."""
+        return _CAUSE_BY_STATE[self.state]
+
+    @property
+    def needs_successor(self) -> bool:
+        """Whether the trial should go on, and the cluster will not see to it."""
+        is_over = self.state in (EndState.TIMED_OUT, EndState.PREEMPTED, EndState.NODE_FAILED)
+        return is_over and not self.is_requeued
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobProspect:
+    """What the cluster has decided about our job so far, and has not told its script yet."""
+
+    is_preempted: bool
+    """Its nodes are wanted for another one, at once or after a grace period."""
+    is_requeued: bool
+    """It is in the queue again already: a cluster may count the restart before it signals anybody."""
+    is_ending: bool
+    """It gives its nodes back: all of it is signalled, its script too."""
+
 
 _MEANINGS_BY_PHASE: dict[JobPhase, dict[str, tuple[TrialState, str]]] = {
     # It waits, or its nodes are being made ready.
@@ -215,13 +364,10 @@ def job_of_scontrol(values: Mapping[str, str]) -> Job:
 def _job_of(values: Mapping[str, str], line: str) -> Job:
     said = defaultdict(str, values)
     phase = phase_of(said["JobState"])
-    state, note = judge_job(said["JobState"], said["Reason"], start=said["StartTime"], job_id=said["JobId"])
     leader, _, component = said["DisplayId"].partition("+")
     return Job(
         job_id=said["JobId"],
         phase=phase,
-        state=state,
-        note=note,
         word=said["JobState"],
         reason=said["Reason"],
         run=said["StartTime"],

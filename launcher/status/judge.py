@@ -22,10 +22,9 @@ from typing import Any
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.trial.mode import has_jobs
 from corral.experiments.trial.worker_record import MASTER
-from corral.launcher.cluster.jobs import JobPhase
-from corral.launcher.status.evidence import Evidence
-from corral.launcher.status.waits import WaitChain, find_waits
-from corral.launcher.status.workers import (
+from corral.launcher.slurm.verdict import JobPhase
+from corral.launcher.status.evidence import (
+    Evidence,
     GroupRow,
     WorkerRow,
     describe_extra_job,
@@ -33,6 +32,7 @@ from corral.launcher.status.workers import (
     trouble,
     worker_rows,
 )
+from corral.launcher.status.waits import WaitChain, find_waits
 from corral.launcher.terminal import format_duration, format_moment
 from corral.launcher.trial.metrics import Pace, headline, last_lines, newest_of, pace_of
 from corral.launcher.trial.view import Finding, PastAttempt, WorkerLife

@@ -17,16 +17,15 @@ from pathlib import Path
 from corral.experiments.trial.attempts import AttemptEnd, last_attempt, read_end
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.mode import has_jobs
-from corral.launcher.cluster.jobs import Job
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.slurm.cached_queue import CachedQueue, QueueAnswer
-from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.slurm.job_queue import LOOK_TIMEOUT_S, CachedQueue, QueueAnswer, SlurmQueue
+from corral.launcher.slurm.verdict import Job
 from corral.launcher.status.evidence import Evidence, find_strays, is_of_trial
 from corral.launcher.status.judge import TrialStatus, unreadable
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import render_json, render_trial, render_trials
 from corral.launcher.terminal import format_moment, printable
-from corral.launcher.trial.find import PlanDamagedError, TrialFacts, load_facts
+from corral.launcher.trial.view import PlanDamagedError, TrialFacts, load_facts
 
 _INDENT = "  "
 SHOWN_AFTER_END_S = 86400.0
@@ -84,8 +83,10 @@ def _cluster(evidence: Evidence) -> Iterator[str]:
         yield f"{_INDENT}state {job.word}, reason {job.reason}; see: scontrol show job {job.job_id}"
     elif answer.asked_at is not None and evidence.job_id:
         yield f"{_INDENT}job {evidence.job_id} is not among them, nor known any more"
-    for found in (*(job.findings if job else ()), *(evidence.accounted.findings if evidence.accounted else ())):
+    for found in job.findings if job else ():
         yield f"{_INDENT}{found}"
+    if evidence.accounted is not None:
+        yield f"{_INDENT}sacct says {evidence.accounted.word}"
     for extra_job in evidence.extra_jobs:
         if extra_job.job is not None:
             yield f"{_INDENT}{extra_job.allocation}: {extra_job.job.line}"
@@ -122,7 +123,7 @@ class StatusPage:
         Args:
             experiment: the only one whose trials are listed; None lists all.
         """
-        self._cluster = SlurmQueue(timeout_s=10.0)
+        self._cluster = SlurmQueue(timeout_s=LOOK_TIMEOUT_S)
         self._queue = CachedQueue(self._cluster)
         self._lookout: Lookout[Path] = Lookout()
         self._reader = StatusReader(self._cluster, queue=self._queue, lookout=self._lookout)

@@ -19,22 +19,20 @@ from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.log_state import LogState, TrialLogError
 from corral.experiments.trial.mode import has_jobs
-from corral.launcher.cluster.errors import answer_or
-from corral.launcher.cluster.jobs import JobPhase
-from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.files.lookout import Lookout, Unanswered
-from corral.launcher.slurm.cached_queue import CachedQueue, QueueAnswer
-from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.slurm.client import answer_or
+from corral.launcher.slurm.job_queue import LOOK_TIMEOUT_S, CachedQueue, QueueAnswer, SlurmQueue
+from corral.launcher.slurm.own_jobs import OwnJobs
+from corral.launcher.slurm.verdict import JobPhase
 from corral.launcher.status.evidence import Evidence, ExtraJob, TrialJobs, find_jobs
 from corral.launcher.status.judge import TrialStatus, describe, unreadable
-from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.lock import is_locked
-from corral.launcher.trial.view import TrialView
+from corral.launcher.trial.view import TrialFacts, TrialView
 from corral.launcher.trial.words import TrialState
 
-_CLUSTER_TIMEOUT_S = 10.0
 _REDIS_TIMEOUT_S = 1.0
-_READ_TIMEOUT_S = 60.0
+_READ_TIMEOUT_S = 60.0  # of a trial: at most five commands of SLURM, one after the other, and Redis
+assert _READ_TIMEOUT_S > 5 * LOOK_TIMEOUT_S + 3 * _REDIS_TIMEOUT_S
 _FULL_BYTES: Final = 4 << 20  # what is left at times where the next write of any size fails
 _RECENT_S = 86400.0  # whose end nobody recorded a day ago is not asked after again and again
 
@@ -58,7 +56,7 @@ class StatusReader:
         queue: CachedQueue | None = None,
         lookout: Lookout[Path] | None = None,
     ) -> None:
-        self._cluster = cluster or SlurmQueue(timeout_s=_CLUSTER_TIMEOUT_S)
+        self._cluster = cluster or SlurmQueue(timeout_s=LOOK_TIMEOUT_S)
         self._queue = queue
         self._lookout: Lookout[Path] = lookout or Lookout()
 
@@ -134,7 +132,7 @@ class StatusReader:
 
 def polite_reader() -> StatusReader:
     """For commands that look again and again: whatever their number, the cluster is asked rarely."""
-    cluster = SlurmQueue(timeout_s=_CLUSTER_TIMEOUT_S)
+    cluster = SlurmQueue(timeout_s=LOOK_TIMEOUT_S)
     return StatusReader(cluster, queue=CachedQueue(cluster))
 
 
@@ -198,7 +196,7 @@ def _gather_ended(opened: Evidence) -> Evidence | None:
 def _with_records(opened: Evidence) -> Evidence:
     """With leased records and last records of the workers, and the clock of Redis, where it answers."""
     # Not at the top: redis takes longer to import than most answers take to give.
-    from corral.launcher.trial.rendezvous import connect_name_service, read_worker_records
+    from corral.launcher.trial.redis_server import connect_name_service, read_worker_records
     from corral.name_resolve.base import NameServiceError
     from corral.name_resolve.keys import LAST_SEEN_ROOT, WORKERS_ROOT
 

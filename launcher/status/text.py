@@ -11,9 +11,9 @@ import msgspec
 
 from corral.experiments.config.algorithm import LEAST_PROMPTS, LEAST_TOKENS
 from corral.experiments.trial.mode import has_jobs
+from corral.launcher.status.evidence import GroupRow, WorkerRow
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import describe_wait, render_chain
-from corral.launcher.status.workers import GroupRow, WorkerRow
 from corral.launcher.terminal import first_few, format_duration, printable
 from corral.launcher.trial.metrics import GAP, is_number
 from corral.launcher.trial.view import Finding, PastAttempt

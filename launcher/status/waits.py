@@ -12,7 +12,7 @@ shown, by text.py.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from corral.launcher.status.workers import WorkerRow
+from corral.launcher.status.evidence import WorkerRow
 from corral.launcher.terminal import format_duration
 from corral.launcher.trial.words import ABSENT, SPEAKING, WorkerState
 

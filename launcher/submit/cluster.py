@@ -15,9 +15,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from corral.experiments.plan import RunPlan
-from corral.launcher.cluster.errors import answer_or
 from corral.launcher.slurm.accounts import Accounts, read_accounts, seconds_of
-from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.client import SlurmClient, answer_or
 from corral.launcher.slurm.parse import Node, limit_of, memory_rules
 from corral.launcher.terminal import first_few
 from corral.scheduling.placement import NodeShape

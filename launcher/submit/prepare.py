@@ -2,6 +2,20 @@
 
 experiment.yaml --load_with_source--> Experiment --make_run_plan--> RunPlan --checks--> Submission
 a trial that has ended --its plan, its log--> Submission of the next attempt, on other ranks if so asked for
+
+What a trial was planned with: tasks of its environment among its files; and whether all of it is still the same.
+
+submission ──listed_rows──► tasks.jsonl, held-out-tasks.jsonl ──kept_rows──► a resume with other ranks: listed once
+resume ──check_inputs──► data sets and models as workers check them
+resume ──changed_environment──► what is installed now, beside what the plan says of it
+
+A trial goes on with other ranks: what a resume may change of a plan, and what must be as it was.
+
+config.yaml, as the user wrote it --still gives--> the settings of plan.json
+            + another allocation  --is planned----> RunPlan of the same trial
+
+A checkpoint is that of the whole model, and samples belong to rollout workers, whose number therefore stays. All else
+that follows from the allocation follows from the new one, which is why config.yaml holds nothing that was filled in.
 """
 
 import os
@@ -9,37 +23,39 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
+from corral.experiments.config.base import parts_of
 from corral.experiments.config.control import KEPT_COMMITS
 from corral.experiments.config.model import TrainedModelConfig
+from corral.experiments.datasets.dataset import Dataset
 from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigProblem, ConfigSource, located
 from corral.experiments.exit_codes import UserError
 from corral.experiments.experiment import Experiment
+from corral.experiments.inputs.environment_tasks import find_environment
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.inputs.users_process import importing_from
 from corral.experiments.loading.profile import find_profiles
-from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
+from corral.experiments.plan import RunPlan, TrialIdentity, check_models, make_run_plan
 from corral.experiments.registry import load_with_source
 from corral.experiments.trial.attempts import last_attempt, read_end
 from corral.experiments.trial.directory import TrialDirectory, next_trial_name
 from corral.experiments.trial.log import TrialLog, read_whole_log
 from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.mode import Mode, has_jobs
-from corral.launcher.cluster.errors import ClusterError
-from corral.launcher.cluster.own_jobs import OwnJobs
+from corral.experiments.worker_specs import DatasetSpec, RolloutWorkerSpec
 from corral.launcher.files.patience import wait_until
-from corral.launcher.runners.local import share_gpus, visible_gpus, wanted_gpus
+from corral.launcher.runners.runner import share_gpus, visible_gpus, wanted_gpus
+from corral.launcher.slurm.client import SlurmError
 from corral.launcher.slurm.cluster import SlurmCluster
+from corral.launcher.slurm.own_jobs import OwnJobs
 from corral.launcher.submit.asks import raise_problems
-from corral.launcher.submit.environments import changed_environment, check_inputs, listed_rows
-from corral.launcher.submit.imagined import ClusterShape, check_on_shape
-from corral.launcher.submit.preflight import Preflight, check_on_slurm
-from corral.launcher.submit.reallocate import reallocated
+from corral.launcher.submit.preflight import ClusterShape, Preflight, check_on_shape, check_on_slurm
 from corral.launcher.submit.users_code import KeptCode, look_again, look_at_code
-from corral.launcher.trial.find import TrialFacts, default_fileroot
 from corral.launcher.trial.lock import LEAVING_TIMEOUT_S, is_locked
+from corral.launcher.trial.view import TrialFacts, default_fileroot
+from corral.scheduling.errors import message_and_hint
 from corral.scheduling.slurm_formats import check_plain_text
 
 _LOG_PATIENCE_S = 10.0  # listing the folder of the log makes most file systems show what is in it
@@ -102,7 +118,7 @@ def prepare(
 
     Raises:
         ConfigError: with every mistake that was found.
-        ClusterError: if the cluster cannot be asked.
+        SlurmError: if the cluster cannot be asked.
     """
     loaded = load_with_source(
         experiment_file,
@@ -217,7 +233,7 @@ def refuse_living(plan: RunPlan, directory: TrialDirectory) -> None:
     if has_jobs(plan.mode):
         try:
             jobs = SlurmCluster().jobs()
-        except ClusterError as error:
+        except SlurmError as error:
             raise SubmissionError(f"cannot tell whether trial {name} still runs: {error}") from error
         for job, _ in OwnJobs(directory, plan.trial).select(jobs):
             if job.is_active:
@@ -295,3 +311,99 @@ def _too_large(plan: RunPlan, source: ConfigSource) -> Iterator[ConfigProblem]:
 
 
 _CHECK_BY_MODE = {"local": _check_here, "slurm": check_on_slurm}
+
+
+def listed_rows(experiment: Experiment, directory: TrialDirectory) -> Mapping[Path, bytes]:
+    """What is to be written of tasks, by where."""
+    return {_path_of(key, directory): rows for key, rows in experiment.listed_rows.items()}
+
+
+def kept_rows(directory: TrialDirectory) -> Iterator[str]:
+    """Overrides by which the tasks of a trial are those that it began with."""
+    for key in ("dataset", "evaluation.dataset"):
+        if (path := _path_of(key, directory)).exists():
+            yield f"{key}.path={path}"
+
+
+def _path_of(key: str, directory: TrialDirectory) -> Path:
+    return directory.tasks_path if key == "dataset" else directory.held_out_tasks_path
+
+
+def check_inputs(plan: RunPlan) -> None:
+    """Checks what workers check when they start: that data sets are what they were, and models are there.
+
+    Raises:
+        ConfigError: with the words of the workers.
+    """
+    problems = []
+    specs = {str(spec.sources): spec for spec in parts_of(plan.workers, DatasetSpec)}
+    for spec in specs.values():
+        try:
+            Dataset.planned(spec)
+        except (OSError, ValueError) as error:
+            problems.append(ConfigProblem(*message_and_hint(error)))
+    try:
+        check_models(plan.workers)
+    except ValueError as error:
+        problems.append(ConfigProblem(*message_and_hint(error)))
+    if problems:
+        raise ConfigError(problems)
+
+
+def changed_environment(plan: RunPlan) -> tuple[str, ...]:
+    """A warning if what is installed is not what the trial began with.
+
+    Raises:
+        ConfigError: if it cannot be loaded any more.
+    """
+    workers = plan.all_of(RolloutWorkerSpec)
+    if not workers or (spec := workers[0].environment) is None or (config := workers[0].rollout.environment) is None:
+        return ()
+    try:
+        found = find_environment(config)
+    except ValueError as error:
+        message, hint = message_and_hint(error)
+        raise ConfigError.of(message, hint=hint, path=("rollout", "environment", "id")) from error
+    if found.sha256 == spec.sha256 and dict(found.packages) == spec.packages:
+        return ()
+    return (
+        f"environment {config.id} is not what the trial began with: {_shown_versions(spec.packages)} then, "
+        f"{_shown_versions(found.packages)} now; its tasks stay those of {plan.trial.directory.name}/tasks.jsonl",
+    )
+
+
+def _shown_versions(packages: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(packages.items()))
+
+
+_FOLLOWING: Final = ("model_worker", "generation_server")
+"""Groups whose count the allocation says; one that was written beside it said the same once."""
+
+
+def reallocated(plan: RunPlan, directory: TrialDirectory, allocation: str) -> tuple[RunPlan, Mapping[str, Any]]:
+    """The trial's plan with another allocation, and what config.yaml is to say then.
+
+    What is in the spool of a rollout worker that there is no longer is generated again.
+
+    Args:
+        allocation: as the experiment file would have it.
+
+    Raises:
+        ConfigError: if it does not fit the experiment, or the trial's files are not what it was planned from.
+    """
+    kept = kept_rows(directory)
+    before = load_with_source(directory.config_path, [f"allocation={plan.config['allocation']}", *kept])
+    if differing := _changed_keys(plan.config, before.experiment.placed_in(directory.path).model_dump(mode="json")):
+        raise ConfigError.of(
+            f"{directory.config_path} is not what the trial was planned from: {', '.join(differing[:3])} differs",
+            hint="put the file back; a trial goes on with other ranks, and with no other settings",
+        )
+    follow = [f"groups.{kind}.count=null" for kind in _FOLLOWING if kind in before.written.get("groups", {})]
+    loaded = load_with_source(directory.config_path, [f"allocation={allocation}", *follow, *kept])
+    with located(loaded.source):
+        changed = make_run_plan(loaded.experiment, plan.trial, plan.mode)
+    return changed, loaded.written
+
+
+def _changed_keys(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))

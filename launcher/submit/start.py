@@ -23,14 +23,13 @@ from corral.experiments.trial.attempts import last_attempt, read_end, record_att
 from corral.experiments.trial.directory import TrialDirectory, TrialExistsError, atomic_write, read_tail
 from corral.experiments.trial.journal import Journal, read_journal
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.launcher.cluster.errors import SubmissionUnknownError
-from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.files.patience import wait_until
 from corral.launcher.layout.layout import Layout, PlacedTrial
 from corral.launcher.runners.runner import start_process
-from corral.launcher.slurm.client import clean_environment
+from corral.launcher.slurm.client import SubmissionUnknownError, clean_environment
 from corral.launcher.slurm.cluster import SlurmCluster
-from corral.launcher.slurm.submit_once import is_head_of, submit_once
+from corral.launcher.slurm.job_queue import is_head_of, submit_once
+from corral.launcher.slurm.own_jobs import OwnJobs
 from corral.launcher.submit.prepare import NameTakenError, Submission, SubmissionError, refuse_living
 from corral.launcher.trial.ends import ends_of
 from corral.launcher.trial.lock import SubmissionRunsError, is_locked, submitting
@@ -68,7 +67,7 @@ def start(submission: Submission, *, resume: bool = False) -> str:
     """Starts the next attempt; returns the id of its job, or the supervisor's process id as text.
 
     Raises:
-        SubmissionError, ClusterError: if it does not start. A first attempt then leaves no trial directory.
+        SubmissionError, SlurmError: if it does not start. A first attempt then leaves no trial directory.
     """
     if not resume:  # of two that make the same directory, one is through
         return _start(submission, resume=False)

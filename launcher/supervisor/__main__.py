@@ -1,7 +1,7 @@
 """The supervisor's program, in its two roles.
 
 python -m corral.launcher.supervisor --trial DIR
-      keeper (this process) --starts, again if it breaks--> the same with --kept --attempt N: assembly.py
+      keeper (this process) --starts, again if it breaks--> the same with --kept --attempt N: supervisor.py
 
 The keeper loads no schema of plans: it starts in half the time and memory, and there is less that it could die of.
 """
@@ -25,7 +25,7 @@ from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.trial.lock import SupervisorRunsError
 
 if TYPE_CHECKING:
-    from corral.launcher.supervisor.unit_specs import WorkerCommand
+    from corral.launcher.supervisor.units import WorkerCommand
 
 _MAX_SUPERVISOR_RESTARTS = 20  # in a row, each before it has run for supervision.healthy_after_s
 
@@ -55,8 +55,8 @@ def main(
         except SupervisorRunsError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-    from corral.launcher.supervisor.assembly import run_supervisor
-    from corral.launcher.supervisor.unit_specs import worker_command as real_command
+    from corral.launcher.supervisor.supervisor import run_supervisor
+    from corral.launcher.supervisor.units import worker_command as real_command
 
     signals = [signal.Signals[name] for name in options.signalled]
     recorder = Recorder(FileThread("records"), Journal(directory.journal_path), attempt=options.attempt)

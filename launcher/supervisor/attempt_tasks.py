@@ -17,14 +17,13 @@ from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.attempts import AttemptRecord
 from corral.experiments.trial.directory import TrialDirectory, atomic_write
-from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
 from corral.launcher.files.file_thread import FileThread, is_momentary
 from corral.launcher.files.patience import wait_until
 from corral.launcher.runners.guard import OUT_OF_MEMORY_VARIABLE
-from corral.launcher.runners.local import LocalRunner
-from corral.launcher.runners.runner import AllocationLostError, Task, TaskRunner
+from corral.launcher.runners.runner import AllocationLostError, LocalRunner, Task, TaskRunner
+from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError
 from corral.launcher.supervisor.recorder import Recorder
-from corral.launcher.supervisor.unit_specs import REDIS_UNIT, TRACKER, WorkerCommand, tracker_command
+from corral.launcher.supervisor.units import REDIS_UNIT, TRACKER, WorkerCommand, tracker_command
 from corral.launcher.trial.ends import (
     MEMORY_LINES,
     TASK_ENDED,
@@ -163,7 +162,7 @@ class AttemptTasks:
                 environment=self._environment(worker),
                 log_path=log_path,
             )
-        except (OSError, ClusterError) as error:
+        except (OSError, SlurmError) as error:
             self._not_started(worker, error)
             if isinstance(error, AllocationLostError):
                 self.lost_allocation = str(error)
@@ -211,7 +210,7 @@ class AttemptTasks:
 
     def _not_started(self, task: str, error: Exception) -> None:
         kind = ExitKind.OWN
-        if isinstance(error, ClusterUnreachableError):
+        if isinstance(error, SlurmUnreachableError):
             kind = ExitKind.SLURM_AWAY
         elif isinstance(error, OSError) and is_momentary(error):
             kind = ExitKind.FILES_AWAY

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.worker_record import WorkerRecord
-from corral.launcher.trial.rendezvous import connect_name_service, read_worker_records
+from corral.launcher.trial.redis_server import connect_name_service, read_worker_records
 from corral.name_resolve.base import NameService, NameServiceError
 from corral.name_resolve.keys import WORKERS_ROOT
 

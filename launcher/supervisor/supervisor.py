@@ -9,38 +9,52 @@
 It needs no torch, so it starts on the host in a fraction of a second. It holds no state
 that matters: what happened is in the journal, who may commit is in the trial log. The keeper starts a new
 one if it is killed; whatever ends it ends what it has started.
+
+What others write for a running attempt, looked at once a second, and at once when somebody has to know.
+
+trial log, control/ --in the file thread--> Seen --look, which waits for it up to a deadline--> the supervisor's loop
+
+A supervisor, put together: what of plan.json, layout.json and the job's environment is whose.
+
+plan.json, secrets/, attempt-N.json, and on a cluster layout.json and the job's environment
+      --make_supervisor--> runner, Redis, extra jobs, successor, node loss --> Supervisor
 """
 
+import logging
 import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from signal import Signals
+from typing import TypeVar
 
-from corral.experiments.trial.attempts import EndState
-from corral.experiments.trial.directory import StopRequest
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.attempts import EndState, read_attempt
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
-from corral.experiments.trial.log_state import Done, Stop, StoppedError, TrialLogError
-from corral.experiments.trial.secrets import TrialSecrets
-from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
+from corral.experiments.trial.log_state import CorruptLogError, Done, Entry, Stop, StoppedError, TrialLogError
+from corral.experiments.trial.mode import has_jobs
+from corral.experiments.trial.secrets import SECRETS_FILE, TrialSecrets
+from corral.launcher.extra_jobs import ExtraJobs
 from corral.launcher.files.file_thread import FILE_TIMEOUT_S, FileThread
 from corral.launcher.files.patience import wait_until
-from corral.launcher.supervisor.attempt_end import EndShell
+from corral.launcher.layout.layout import Layout, PlacedTrial
+from corral.launcher.runners.runner import LocalRunner, share_gpus, visible_gpus, wanted_gpus
+from corral.launcher.slurm.cluster import SlurmCluster
+from corral.launcher.slurm.own_jobs import own_job
+from corral.launcher.supervisor.attempt_end import Continuation, EndShell
 from corral.launcher.supervisor.attempt_tasks import AttemptTasks
-from corral.launcher.supervisor.continuation import Continuation
-from corral.launcher.supervisor.recorder import write_page
-from corral.launcher.supervisor.signs_of_life import ProgressMark, SupervisorExit
+from corral.launcher.supervisor.keeper import fail
+from corral.launcher.supervisor.recorder import Recorder, write_page
+from corral.launcher.supervisor.signs_of_life import EXIT_BROKEN, ProgressMark, SupervisorExit, WakeUp
 from corral.launcher.supervisor.silence import REDIS_SILENCE_S, LeaseWatch, Silence
-from corral.launcher.supervisor.trial_watch import Seen, TrialWatch
-from corral.launcher.supervisor.unit_specs import (
+from corral.launcher.supervisor.units import (
     REDIS_UNIT,
     TRACKER,
-    UnitNodes,
-    units_of_plan,
-)
-from corral.launcher.supervisor.units import (
     Action,
     AppendStop,
     CheckNodes,
@@ -51,15 +65,125 @@ from corral.launcher.supervisor.units import (
     TrialPhase,
     UnitMachine,
     UnitNews,
+    UnitNodes,
+    WorkerCommand,
+    units_of_plan,
 )
-from corral.launcher.supervisor.wake_up import WakeUp
 from corral.launcher.trial.ends import ExitKind, TaskExit
-from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes
-from corral.launcher.trial.sweep import sweep
+from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, kill_trial_processes, sweep
+from corral.launcher.trial.redis_server import redis_of_trial
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_LOOK_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What one look has found. What could not be read this time is as before."""
+
+    entries: tuple[tuple[int, Entry], ...] | None = None
+    """Of the trial log, with their slots, since the look before; None if it could not be read."""
+    stop_request: StopRequest | None = None
+    unreadable_stop_request: str = ""
+    """Why control/stop.json is none."""
+    groups_kept_down: frozenset[str] | None = None
+    """Kinds of worker that rl-stop keeps down; None if that could not be read."""
+    why_over: str = ""
+    """Why this attempt is over: a later attempt has begun, or the folder was removed; "" if it is not."""
+
+
+class TrialWatch:
+    """Looks for one attempt.
+
+    Args:
+        files: the thread that looks.
+        log: is read in that thread only.
+    """
+
+    def __init__(self, files: FileThread, directory: TrialDirectory, log: TrialLog, *, attempt: int) -> None:
+        self._files = files
+        self._directory = directory
+        self._attempt = attempt
+        self._log = log
+        self._late: Future[Seen] | None = None
+        """A look that the file system has not answered in time."""
+        self._next_look = float("-inf")
+        self._trouble = ""
+        self._folder: int | None = None
+
+    def look(self, now: float, *, is_awaited: bool) -> tuple[list[Seen], bool]:
+        """What is found, if it is time to look, or somebody cannot go on without; and whether the trial log was read.
+
+        Waits for the file system; while it hangs, not at all. What it says too late is found by a later look.
+
+        Raises:
+            CorruptLogError: if the trial log is damaged.
+        """
+        if now < self._next_look and not is_awaited:
+            return [], False
+        self._next_look = now + _LOOK_INTERVAL_S
+        found = []
+        if self._late is not None:
+            if not self._late.done():
+                return [], False
+            found.append(self._late.result())
+        self._late = self._files.submit(self._look)
+        if not self._files.wait_for(self._late, FILE_TIMEOUT_S):
+            return found, False
+        found.append(self._late.result())
+        self._late = None
+        return found, found[-1].entries is not None
+
+    def _look(self) -> Seen:
+        refused: list[OSError] = []
+
+        def read(file: Callable[[], T]) -> T | None:
+            try:
+                return file()
+            except OSError as error:
+                refused.append(error)
+                return None
+
+        entries = read(self._log.poll)
+        request, why_unreadable = read(self._read_stop_request) or (None, "")
+        kept_down = read(self._directory.read_groups_kept_down)
+        is_superseded = read((self._directory.control_path / f"claim-{self._attempt + 1}.json").exists)
+        why_over = f"attempt {self._attempt + 1} has begun" if is_superseded else ""
+        if read(self._is_removed):
+            why_over = f"{self._directory.path} was removed"
+        trouble = str(refused[0]) if refused else ""
+        if trouble and trouble != self._trouble:
+            logger.warning("the trial directory cannot be read now: %s", trouble)
+        self._trouble = trouble
+        return Seen(
+            entries=None if entries is None else tuple(entries),
+            stop_request=request,
+            unreadable_stop_request=why_unreadable,
+            groups_kept_down=kept_down,
+            why_over=why_over,
+        )
+
+    def _is_removed(self) -> bool:
+        """Whether the folder is gone for good; one that was moved still has a name."""
+        if self._folder is None:
+            self._folder = os.open(self._directory.path, os.O_RDONLY | os.O_DIRECTORY)
+        # Some file systems report 0 names of every folder.
+        return os.fstat(self._folder).st_nlink == 0 and not self._directory.path.exists()
+
+    def _read_stop_request(self) -> tuple[StopRequest | None, str]:
+        try:
+            return self._directory.read_stop_request(), ""
+        except ValueError as error:
+            self._directory.clear_stop_request()
+            return None, str(error)
+
 
 _TICK_S = 0.1
 _SETUP_MARGIN_S = 30.0  # the worker gives up first, and says why
 _GUARDS_END_S = 2.0
+_CONTINUATION_TIMEOUT_S = 5.0  # it is asked while the cluster is about to kill us
 _TOLD_TIMEOUT_S = 10.0  # at the end, for what could not be told before
 
 
@@ -114,7 +238,11 @@ class Supervisor:
         """Supervises until the attempt has ended."""
         os.environ[TRIAL_UUID_VARIABLE] = self.plan.trial.uuid  # inherited by everything that is started from here
         with self._wake.listening():
-            self._clean_up_after_predecessor()
+            self.directory.rendezvous_path.unlink(
+                missing_ok=True
+            )  # no worker may go to the Redis of an earlier attempt
+            self.tasks.runner.clean_up()
+            self._kill_leftovers()
             self._mark.begin()
             self._record("supervisor_started", pid=os.getpid(), node=os.uname().nodename, mode=self.attempt.mode)
             self._leases.begin()
@@ -125,51 +253,48 @@ class Supervisor:
                 if self._end is None:
                     self._wake.wait(_TICK_S)
             # Here, as a signal in between must not kill us.
-            end = self._abandon() if self._end is None else self._finish(self._end)
+            if self._end is not None:
+                end = self._finish(self._end)
+            else:  # the trial goes on elsewhere, or not at all: only what was started here is ended
+                self._record("attempt_abandoned", cause=self._why_abandoned)
+                self.tasks.kill_all()
+                end = SupervisorExit.ABANDONED
             self.recorder.close(timeout_s=_TOLD_TIMEOUT_S)
             return end
 
     def _step(self) -> None:
+        """One tick: what has happened, is wanted, and was seen goes to the machines; what they order is done."""
         exits, signals = self.tasks.collect(), self._wake.take_signals()
         if (exits or signals) and not (self._exits or self._signals):
-            self._judge_by = self._look_deadline()
+            self._judge_by = time.monotonic() + (0.0 if self._looks.hangs else FILE_TIMEOUT_S)
         self._exits += exits
         self._signals += signals
+
         # A worker that ended because of Done is no crash, and a stop request comes before a signal's.
         has_looked = self._look(is_awaited=bool(self._exits or self._signals))
-        self._leave_lost_allocation()
+
+        lost, self.tasks.lost_allocation = self.tasks.lost_allocation, ""
+        if lost and self.continuation is not None and self._unit_machine.phase is TrialPhase.RUNNING:
+            # At once: the next attempt gets all of its nodes again.
+            self._ends.machine.hand_over(EndState.NODE_FAILED, lost)
+            now = time.monotonic()
+            self._apply(self._unit_machine.stop_requested(reason=lost, grace_s=0.0, immediately=True, now=now))
         if self._unit_nodes is not None:  # before the exits are judged: those whose nodes were lost are no crashes
             self._apply(self._unit_nodes.drive(self._unit_machine, time.monotonic()))
+
         if has_looked or time.monotonic() >= self._judge_by:
-            self._judge()
-        self._end_silent()
-        self._apply(self._unit_machine.tick(time.monotonic()))
+            signals, self._signals = self._signals, []
+            for number in signals:
+                self._request_stop_for(number)
+            exits, self._exits = self._exits, []
+            gone = [one.task for one in exits]
+            for one in exits:
+                # Whether an extra job is gone, the cluster is asked.
+                if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:
+                    self._why_abandoned = f"{one.task} could not be started: the job has ended"
+                self._apply(self._unit_machine.exited(one, time.monotonic(), gone=gone))
 
-    def _look_deadline(self) -> float:
-        """Until when a look at the trial directory is worth waiting for."""
-        return time.monotonic() + (0.0 if self._looks.hangs else FILE_TIMEOUT_S)
-
-    def _look(self, *, is_awaited: bool) -> bool:
-        """Whether the trial log was read."""
-        found, is_whole = self._watch.look(time.monotonic(), is_awaited=is_awaited)
-        for seen in found:
-            self._heed(seen)
-        return is_whole
-
-    def _judge(self) -> None:
-        signals, self._signals = self._signals, []
-        for number in signals:
-            self._request_stop_for(number)
-        exits, self._exits = self._exits, []
-        gone = [one.task for one in exits]
-        for one in exits:
-            # Whether an extra job is gone, the cluster is asked.
-            if one.kind is ExitKind.JOB_GONE and one.task in self._tasks_of_own_job:
-                self._why_abandoned = f"{one.task} could not be started: the job has ended"
-            self._apply(self._unit_machine.exited(one, time.monotonic(), gone=gone))
-
-    def _end_silent(self) -> None:
-        """Workers whose leases say nothing any more, though Redis answers; and Redis, if it does not for long."""
+        # Workers whose leases say nothing any more, though Redis answers; and Redis, if it does not for long.
         for looked_at, records in self._leases.take():
             for task, silent_s in self._silence.looked(records, looked_at).items():
                 if actions := self._unit_machine.silent(task, silent_s):
@@ -180,16 +305,14 @@ class Supervisor:
             self._record("redis_frozen", worker=REDIS_UNIT, pid=self.tasks.redis.pid)
             self._apply(self._unit_machine.silent(REDIS_UNIT, REDIS_SILENCE_S))
 
-    def _leave_lost_allocation(self) -> None:
-        cause, self.tasks.lost_allocation = self.tasks.lost_allocation, ""
-        if cause and self.continuation is not None and self._unit_machine.phase is TrialPhase.RUNNING:
-            self._leave_nodes(cause, cause)
+        self._apply(self._unit_machine.tick(time.monotonic()))
 
-    def _leave_nodes(self, reason: str, cause: str) -> None:
-        """At once: the next attempt gets all of its nodes again."""
-        self._ends.machine.hand_over(EndState.NODE_FAILED, cause)
-        now = time.monotonic()
-        self._apply(self._unit_machine.stop_requested(reason=reason, grace_s=0.0, immediately=True, now=now))
+    def _look(self, *, is_awaited: bool) -> bool:
+        """Whether the trial log was read."""
+        found, is_whole = self._watch.look(time.monotonic(), is_awaited=is_awaited)
+        for seen in found:
+            self._heed(seen)
+        return is_whole
 
     def _heed(self, seen: Seen) -> None:
         """What others want, and what has become of the trial."""
@@ -200,21 +323,16 @@ class Supervisor:
             elif slot >= self.attempt.start_slot and isinstance(entry, Stop):
                 reason = f"{entry.reason} (by {entry.by})" if entry.reason else f"stopped by {entry.by}"
                 self._apply(self._unit_machine.end_trial(EndState.STOPPED, reason, time.monotonic()))
-        if seen.groups_kept_down is not None:
-            self._keep_groups_down(seen.groups_kept_down)
+        if seen.groups_kept_down not in (None, self._groups_kept_down):
+            self._groups_kept_down = down = seen.groups_kept_down or frozenset()
+            self._record("groups_kept_down", groups=sorted(down))
+            for unit in self._tasks_by_unit:
+                is_kept_down = unit.partition("/")[0] in down
+                self._apply(self._unit_machine.keep_down(unit, is_kept_down=is_kept_down, now=time.monotonic()))
         if seen.unreadable_stop_request:
             self._record("stop_request_unreadable", cause=seen.unreadable_stop_request)
         if seen.stop_request is not None:
             self._heed_stop_request(seen.stop_request)
-
-    def _keep_groups_down(self, down: frozenset[str]) -> None:
-        if down == self._groups_kept_down:
-            return
-        self._groups_kept_down = down
-        self._record("groups_kept_down", groups=sorted(down))
-        for unit in self._tasks_by_unit:
-            is_kept_down = unit.partition("/")[0] in down
-            self._apply(self._unit_machine.keep_down(unit, is_kept_down=is_kept_down, now=time.monotonic()))
 
     def _heed_stop_request(self, request: StopRequest) -> None:
         if request in self._heeded_requests:
@@ -262,25 +380,19 @@ class Supervisor:
                     if self._unit_nodes is not None:
                         self._unit_nodes.give_up(unit)
                 case AppendStop(reason):
-                    self._append_stop(reason)
+                    stop = partial(
+                        self._log.request_stop, "supervisor", reason=reason[:1000], then=self._ends.machine.then
+                    )
+                    try:
+                        with suppress(StoppedError):  # the end that is in the log by now counts
+                            self._looks.run(stop, self.directory.log_path)
+                    except (OSError, TrialLogError) as error:
+                        # It fences a master that we end anyway.
+                        self._record("stop_not_appended", cause=str(error))
                 case EndTrial():
                     self._end = action
         for kill, tasks in signals.items():
             self.tasks.signal(tasks, kill=kill)
-
-    def _append_stop(self, reason: str) -> None:
-        stop = partial(self._log.request_stop, "supervisor", reason=reason[:1000], then=self._ends.machine.then)
-        try:
-            with suppress(StoppedError):  # the trial ended by itself in the meantime; the end that is in the log counts
-                self._looks.run(stop, self.directory.log_path)
-        except (OSError, TrialLogError) as error:
-            # It fences a master that we end anyway.
-            self._record("stop_not_appended", cause=str(error))
-
-    def _clean_up_after_predecessor(self) -> None:
-        self.directory.rendezvous_path.unlink(missing_ok=True)  # no worker may go to the Redis of an earlier attempt
-        self.tasks.runner.clean_up()
-        self._kill_leftovers()
 
     def _kill_leftovers(self) -> None:
         found = kill_trial_processes(self.plan.trial.uuid, spare=(os.getpid(), os.getppid()), grace_s=_GUARDS_END_S)
@@ -288,14 +400,12 @@ class Supervisor:
         if found.killed:
             self._record("leftovers_killed", pids=found.killed, left=found.left)
 
-    def _abandon(self) -> SupervisorExit:
-        """The trial goes on elsewhere, or not at all: only what was started here is ended, and nothing is decided."""
-        self._record("attempt_abandoned", cause=self._why_abandoned)
-        self.tasks.kill_all()
-        return SupervisorExit.ABANDONED
-
     def _finish(self, end: EndTrial) -> SupervisorExit:
-        self._hear_last_word()
+        # The last word of whoever wants the trial to stop, and of the trial log.
+        left_s = 0.0 if self._looks.hangs else FILE_TIMEOUT_S
+        wait_until(lambda: self._look(is_awaited=True), timeout_s=left_s, pause_s=_TICK_S)
+        for number in [*self._signals, *self._wake.take_signals()]:
+            self._request_stop_for(number)
         # Done may have been appended between our last look and the kill: the log, not the signal, says what happened.
         self._ends.judge(end, self._log.state)
         closing = self._ends.machine
@@ -304,22 +414,92 @@ class Supervisor:
         self._kill_leftovers()
         if self.extra_jobs is not None:
             self.extra_jobs.close()
-        self._destroy_secrets()
+        secrets_path = self.directory.secrets_path
+        try:
+            self.tasks.files.run(lambda: TrialSecrets.destroy(secrets_path), secrets_path)
+        except OSError as error:
+            self._record("secrets_not_removed", cause=str(error))
         if not closing.goes_on:
             write_page(self.directory, closing.state, self._record)
         closing.close()
         return SupervisorExit.FAILED if closing.state.is_failure else SupervisorExit.ENDED
 
-    def _hear_last_word(self) -> None:
-        """Of whoever wants the trial to stop, and of the trial log."""
-        left_s = self._look_deadline() - time.monotonic()
-        wait_until(lambda: self._look(is_awaited=True), timeout_s=left_s, pause_s=_TICK_S)
-        for number in [*self._signals, *self._wake.take_signals()]:
-            self._request_stop_for(number)
 
-    def _destroy_secrets(self) -> None:
-        path = self.directory.secrets_path
+def run_supervisor(
+    directory: TrialDirectory, worker_command: WorkerCommand, recorder: Recorder, signals: Sequence[signal.Signals]
+) -> int:
+    """Runs a supervisor. What it cannot survive ends it and what it has started; then the keeper starts another one.
+
+    What would end that one too ends the trial: a plan that cannot be carried out here, a damaged trial log.
+    """
+    try:
         try:
-            self.tasks.files.run(lambda: TrialSecrets.destroy(path), path)
-        except OSError as error:
-            self._record("secrets_not_removed", cause=str(error))
+            supervisor = make_supervisor(directory, worker_command, recorder, signals)
+        except ValueError as error:
+            return _trial_failed(directory, recorder, error)
+        return supervisor.run()
+    except CorruptLogError as error:
+        return _trial_failed(directory, recorder, error)
+    except Exception as error:
+        logger.error("the supervisor breaks; the keeper starts another one", exc_info=True)
+        recorder.event("supervisor_failed", cause=f"{type(error).__name__}: {error}")
+        recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+        return EXIT_BROKEN
+
+
+def make_supervisor(
+    directory: TrialDirectory, worker_command: WorkerCommand, recorder: Recorder, signals: Sequence[signal.Signals]
+) -> Supervisor:
+    """The supervisor of an attempt that the keeper has opened; `signals` came too early for the one before it."""
+    attempt = recorder.attempt
+    if not (directory.secrets_path / SECRETS_FILE).exists():  # one before this was killed as it handed the trial over
+        TrialSecrets.destroy(directory.secrets_path)
+        TrialSecrets.create(directory.secrets_path)
+    plan = RunPlan.from_json(directory.plan_path.read_bytes())
+    tasks = partial(
+        AttemptTasks,
+        directory=directory,
+        plan=plan,
+        attempt=read_attempt(directory, attempt),
+        recorder=recorder,
+        worker_command=worker_command,
+    )
+    redis_at = partial(redis_of_trial, directory, plan.trial.uuid, attempt=attempt)
+    if not has_jobs(plan.mode):
+        gpus = share_gpus(wanted_gpus(plan), visible_gpus())
+        local = LocalRunner(bind_address=plan.cluster.bind_address, gpus_by_worker=gpus)
+        return Supervisor(tasks=tasks(runner=local, redis=redis_at(host=local.bind_address(""))), signals=signals)
+    cluster = SlurmCluster()
+    own = own_job(os.environ)
+    if own is None:
+        raise ValueError(f"trial {directory.path} runs in jobs, and this supervisor in none; submit it with rl-submit")
+    layout = Layout.from_json(directory.layout_path.read_bytes())
+    trial = PlacedTrial(plan=plan, layout=layout, directory=directory)
+    extra_jobs = ExtraJobs(
+        cluster=cluster,
+        trial=trial,
+        attempt=attempt,
+        own=own.allocations,
+        record=recorder.event,
+        exclude_nodes=directory.failed_nodes(),
+    )
+    runner = cluster.make_runner(trial, allocations=extra_jobs.allocations, why_away=extra_jobs.why_away)
+    runner.wait_for_cluster(own.host)
+    bind_address = plan.cluster.bind_address
+    redis = redis_at(host=runner.address_of(own.host) if bind_address == "auto" else bind_address)
+    return Supervisor(
+        tasks=tasks(runner=runner, redis=redis),
+        signals=signals,
+        extra_jobs=extra_jobs,
+        continuation=Continuation(
+            cluster=SlurmCluster(timeout_s=_CONTINUATION_TIMEOUT_S),
+            trial=trial,
+            own=own,
+            record=recorder.event,
+        ),
+    )
+
+
+def _trial_failed(directory: TrialDirectory, recorder: Recorder, error: Exception) -> SupervisorExit:
+    logger.error("the trial has failed", exc_info=True)
+    return fail(directory, recorder, f"supervisor: {error}")

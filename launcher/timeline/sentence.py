@@ -16,8 +16,8 @@ from typing import NamedTuple
 from corral.experiments.trial.spans import PHASES, Span
 from corral.experiments.trial.worker_record import MASTER
 from corral.launcher.timeline.reader import spans_of, steps_in, steps_of
-from corral.launcher.trial.find import TrialFacts
 from corral.launcher.trial.metrics import last_lines
+from corral.launcher.trial.view import TrialFacts
 from corral.launcher.trial.watchers import dropped_share
 
 _FASTER_REWARD = "make the reward faster, or raise concurrency of its part"

@@ -20,9 +20,9 @@ def _main(trial: str, to: str, task: str) -> int:
     """Hands the trial's numbers on until it is told to end, or the trial is over."""
     is_over = Event()
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())  # before what takes seconds to be imported
-    from corral.launcher.files.patient_files import PatientFiles
-    from corral.launcher.tracking.hand_on import hand_on
+    from corral.launcher.files.file_thread import PatientFiles
     from corral.launcher.tracking.tracker import TrackedTrial
+    from corral.launcher.tracking.trackers import hand_on
 
     directory = TrialDirectory(Path(trial))
     sys.path.insert(0, str(directory.code_path))  # a tracker of the user's own is the one that the trial keeps

@@ -12,10 +12,14 @@ comes back on the same port, every key is gone, and clients register again. It d
 processes of a job that is about to end: the last checkpoint needs it. No secret is in its arguments, its environment or
 a file, and it is given the hash of the password alone. Whoever has the password reaches the keys of this
 trial, and no command that reads or changes the server.
+
+The trial's Redis server, and how others of the launcher reach it: by rdzv.json and the secrets.
 """
 
+import contextlib
 import hashlib
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -30,13 +34,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
+
 from corral.experiments.own_python import own_python
 from corral.experiments.trial import leftovers
+from corral.experiments.trial.directory import TrialDirectory
+from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.tether import die_with_parent
 from corral.experiments.trial.trust import Trust
+from corral.experiments.trial.worker_record import WorkerRecord
 from corral.launcher.trial import tls_front
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
-from corral.name_resolve.base import check_prefix
+from corral.name_resolve.base import NameService, check_prefix
+from corral.name_resolve.keys import TrialKeys
 
 logger = logging.getLogger(__name__)
 
@@ -239,3 +249,51 @@ def _start(command: Sequence[str], log: IO[bytes], **more: Any) -> "subprocess.P
     return subprocess.Popen(
         command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=prepare, **more
     )
+
+
+def redis_of_trial(directory: TrialDirectory, trial_uuid: str, *, attempt: int, host: str) -> RedisServer:
+    """The server of an attempt, not started yet, which is to listen on one address."""
+    return RedisServer(
+        password=TrialSecrets.load(directory.secrets_path).redis_password.reveal(),
+        trust=Trust(directory.secrets_path),
+        key_prefix=TrialKeys(trial_uuid).prefix,
+        host=host,
+        log_path=directory.attempt_logs(attempt) / "redis.log",
+    )
+
+
+def connect_name_service(directory: TrialDirectory, trial_uuid: str, *, timeout_s: float) -> NameService:
+    """The trial's name service, as rdzv.json and the secrets describe it.
+
+    Raises:
+        FileNotFoundError: if the trial has ended, or has not started yet.
+        ValueError: if rdzv.json is not what the supervisor writes.
+    """
+    from corral.name_resolve.redis import RedisNameService
+
+    address = json.loads(directory.rendezvous_path.read_bytes())
+    if not isinstance(address, dict) or not {"host", "port"} <= address.keys():
+        raise ValueError(f"{directory.rendezvous_path} holds no address; it is written when an attempt starts")
+    secrets = TrialSecrets.load(directory.secrets_path)
+    return RedisNameService(
+        str(address["host"]),
+        int(address["port"]),
+        secrets.redis_password.reveal(),
+        TrialKeys(trial_uuid).prefix,
+        REDIS_USERNAME,
+        tls=Trust(directory.secrets_path).client(),
+        unavailable_timeout_s=timeout_s,
+    )
+
+
+def read_worker_records(names: NameService, root: str) -> dict[str, WorkerRecord]:
+    """The records below a root by worker, without those that another version of corral has published.
+
+    Raises:
+        NameServiceError: if there is no answer.
+    """
+    records = {}
+    for name, text in names.get_subtree(root).items():
+        with contextlib.suppress(ValueError):
+            records[name.removeprefix(f"{root}/")] = msgspec.json.decode(text, type=WorkerRecord)
+    return records

@@ -18,7 +18,7 @@ from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.worker_specs import EnvironmentSpec, RolloutWorkerSpec
-from corral.launcher.submit.environments import changed_environment, kept_rows
+from corral.launcher.submit.prepare import changed_environment, kept_rows
 from tests.environments import PACKAGES, add_template, give_tokenizer, needs_environments
 from tests.experiments.broken_yaml import write_inputs
 

@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
-from corral.launcher.trial.rendezvous import connect_name_service
+from corral.launcher.trial.redis_server import connect_name_service
 from tests.integration.evidence import find_secrets
 from tests.integration.test_evaluation import check_evaluations, sampled
 from tests.integration.test_kill_each_kind import LONG, NUM_STEPS, SETTINGS, check_it_outlives_kills_and_a_stop

@@ -25,9 +25,9 @@ from corral.experiments.trial.journal import read_journal
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import render_json
 from corral.launcher.trial.ends import tail_lines
-from corral.launcher.trial.find import load_facts
 from corral.launcher.trial.lock import is_locked
 from corral.launcher.trial.processes import trial_processes
+from corral.launcher.trial.view import load_facts
 from corral.workers.data.arithmetic import make_preferences, make_problems, write_model
 from tests.launcher.trials import end_trial
 

@@ -3,8 +3,7 @@
 import json
 from typing import Any
 
-from corral.launcher.cluster.jobs import Job
-from corral.launcher.slurm.verdict import jobs_of_squeue
+from corral.launcher.slurm.verdict import Job, jobs_of_squeue
 
 
 def job_of(

@@ -16,7 +16,7 @@ COMMAND = (sys.executable, str(Path(__file__).resolve()))
 def stub_command(
     directory: TrialDirectory, kind: str, index: int, attempt: AttemptRecord, incarnation: str
 ) -> Sequence[str]:
-    from corral.launcher.supervisor.unit_specs import worker_command  # not at the top: keepers do without
+    from corral.launcher.supervisor.units import worker_command  # not at the top: keepers do without
 
     real = worker_command(directory, kind, index, attempt, incarnation)
     return [sys.executable, str(Path(__file__).with_name("stub_worker.py")), *real[real.index("corral.workers") + 1 :]]

@@ -32,15 +32,15 @@ from corral.experiments.worker_specs import (
     SourceSpec,
     WorkerSpec,
 )
+from corral.launcher.commands.stop import see_through, stop_trial
 from corral.launcher.layout.layout import PlacedTrial
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.job_queue import SlurmQueue
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
-from corral.launcher.stop import see_through, stop_trial
-from corral.launcher.trial.find import TrialFacts, read_facts
 from corral.launcher.trial.lock import lock_path, read_lock
 from corral.launcher.trial.processes import is_process_alive, kill_trial_processes, trial_processes
+from corral.launcher.trial.view import TrialFacts, read_facts
 from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.scheduling.scheduling import ExperimentScheduling, Scheduling, TasksGroup
 from tests.launcher.stub_supervisor import COMMAND

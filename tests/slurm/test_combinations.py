@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial.log import TrialLog
-from corral.launcher.cluster.errors import UncertainSubmissionError
-from corral.launcher.cluster.jobs import Job
-from corral.launcher.cluster.own_jobs import OwnJobs
-from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.job_queue import SlurmQueue
-from corral.launcher.slurm.submit_once import is_head_of, submit_once
+from corral.launcher.slurm.client import SlurmClient, SlurmUncertainError
+from corral.launcher.slurm.job_queue import SlurmQueue, is_head_of, submit_once
+from corral.launcher.slurm.own_jobs import OwnJobs
+from corral.launcher.slurm.verdict import Job
 from corral.launcher.submit.prepare import Submission, SubmissionError, prepare_resume
 from corral.launcher.submit.start import start
 from tests.integration.evidence import (
@@ -169,7 +167,7 @@ def test_a_job_that_sbatch_was_kept_from_naming_is_found(
     assert [job.job_id for job in alive(trial)] == [trial.job_id]
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     cluster.run("scancel", trial.job_id)
-    with pytest.raises(UncertainSubmissionError, match="did not answer within 2 s"):
+    with pytest.raises(SlurmUncertainError, match="did not answer within 2 s"):
         submit_once(SlurmQueue(client), lambda: client.submit([], script), is_it=is_it)
 
 

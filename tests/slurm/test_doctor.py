@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.doctor.judge import judge_probe
-from corral.launcher.doctor.probe import probe
+from corral.launcher.doctor.look import judge_probe, probe
 from corral.launcher.slurm.client import SlurmClient
 from tests.slurm.cluster import Cluster, running_cluster
 

@@ -10,10 +10,16 @@ import pytest
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.evaluation import progress_path, read_result, result_path
-from corral.launcher.evaluation.jobs import EvaluationResources, submit_to_slurm
-from corral.launcher.evaluation.plan import choose, find_weights, make_evaluation_config, make_requests, read_plan
-from corral.launcher.evaluation.status import EvaluationReader, EvaluationStatus, wait_for
+from corral.launcher.evaluation.jobs import (
+    EvaluationReader,
+    EvaluationResources,
+    EvaluationStatus,
+    submit_to_slurm,
+    wait_for,
+)
+from corral.launcher.evaluation.plan import choose, find_weights, make_evaluation_config, make_requests
 from corral.launcher.slurm.client import SlurmClient, SlurmError
+from corral.launcher.trial.view import read_plan
 from corral.workers.data.arithmetic import write_model
 from tests.integration.trial_helpers import run_program
 from tests.launcher.evaluation.evaluable import NUM_PROBLEMS, make_evaluable_trial

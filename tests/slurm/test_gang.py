@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.client import SlurmClient
+from corral.launcher.slurm.verdict import Job
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster
 from tests.slurm.trials import SlurmTrial

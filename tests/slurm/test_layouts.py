@@ -18,10 +18,10 @@ from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.config.cluster import ClusterConfig, GroupConfig, LaunchConfig
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.model import ActorModelConfig
-from corral.launcher.cluster.jobs import Job
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.parse import parse_key_values
-from corral.launcher.slurm.step import step_name
+from corral.launcher.slurm.srun import step_name
+from corral.launcher.slurm.verdict import Job
 from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.slurm_formats import expand_host_list
 from tests.launcher.trials import stop_and_wait, wait_until

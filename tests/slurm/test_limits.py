@@ -10,7 +10,7 @@ from corral.experiments.errors import UnsatisfiableError
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.submit import prepare, start
-from corral.launcher.trial.find import read_facts
+from corral.launcher.trial.view import read_facts
 from corral.scheduling.scheduling import ElasticTasks, TasksGroup
 from tests.experiments.broken_yaml import write_inputs
 from tests.launcher.trials import wait_until

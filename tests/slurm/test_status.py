@@ -14,13 +14,12 @@ import pytest
 
 from corral.experiments.trial.attempts import AttemptEnd, EndState, record_attempt, write_end
 from corral.experiments.trial.journal import Journal
-from corral.launcher.files.patient_files import PatientFiles
-from corral.launcher.slurm.cached_queue import CachedQueue
+from corral.launcher.commands.stop import cancel_orphan, find_job, is_orphan
+from corral.launcher.files.file_thread import PatientFiles
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.slurm.job_queue import CachedQueue, SlurmQueue
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
-from corral.launcher.stop import cancel_orphan, find_job, is_orphan
 from tests.launcher.trials import wait_until
 from tests.slurm.cluster import Cluster, running_cluster
 from tests.slurm.trials import SlurmTrial

@@ -7,13 +7,13 @@ from corral.experiments.own_python import own_python
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.journal import Journal
-from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.layout.layout import Layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.cluster import SlurmCluster
+from corral.launcher.slurm.own_jobs import OwnJobs
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
-from corral.launcher.trial.find import TrialFacts, read_facts
+from corral.launcher.trial.view import TrialFacts, read_facts
 from tests.integration.trial_helpers import Trial
 from tests.launcher.stub_supervisor import COMMAND
 from tests.launcher.trials import StubTrial, wait_until

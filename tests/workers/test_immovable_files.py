@@ -13,7 +13,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.evaluation import EvaluationRequest, progress_path
 from corral.experiments.trial.flocks import REMOVING
 from corral.experiments.trial.log import TrialLog
-from corral.launcher.trial.sweep import sweep
+from corral.launcher.trial.processes import sweep
 from corral.workers.checkpoint.checkpoint import CheckpointWriter, collect_garbage
 from corral.workers.checkpoint.removal import Remover
 from corral.workers.delivery.spool import Spool

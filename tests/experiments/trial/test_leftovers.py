@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from corral.experiments.trial.leftovers import temporary_folder
-from corral.launcher.trial.sweep import sweep
+from corral.launcher.trial.processes import sweep
 
 KILLED = """
 import time

@@ -27,8 +27,8 @@ from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.status.text import fold
 from corral.launcher.submit import prepare, start
 from corral.launcher.submit.users_code import KeptCode
-from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.processes import process_start_ticks, trial_processes
+from corral.launcher.trial.view import read_facts
 from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, BrokenCase, write_inputs
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.stub_supervisor import COMMAND

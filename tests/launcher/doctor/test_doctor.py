@@ -12,20 +12,22 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.doctor.judge import (
+from corral.launcher.doctor.look import (
     Finding,
+    ProbeOutcome,
+    file_system_of,
+    judge_commands,
     judge_config,
     judge_limits,
     judge_partitions,
     judge_probe,
     judge_version,
+    look_here,
     render,
     seconds_of,
     worst,
 )
-from corral.launcher.doctor.look import file_system_of, judge_commands, look_here
 from corral.launcher.doctor.node import DISTRIBUTION
-from corral.launcher.doctor.probe import ProbeOutcome
 from corral.launcher.slurm.parse import parse_nodes
 
 BIN = Path(sys.executable).parent

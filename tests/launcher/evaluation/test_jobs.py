@@ -22,19 +22,25 @@ from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory, link_files
 from corral.experiments.trial.evaluation import BestVersion, EvaluationRequest, progress_path, read_result, result_path
 from corral.experiments.worker_specs import ModelWorkerSpec
-from corral.launcher.evaluation import status
-from corral.launcher.evaluation.jobs import EvaluationResources, evaluation_command
+from corral.launcher.evaluation import jobs
+from corral.launcher.evaluation.jobs import (
+    EvaluationReader,
+    EvaluationResources,
+    JobRecord,
+    evaluation_command,
+    jobs_folder,
+    record_path,
+)
 from corral.launcher.evaluation.plan import (
     choose,
     find_weights,
     make_evaluation_config,
     make_requests,
-    read_plan,
     scheduling_of,
     write_request,
 )
-from corral.launcher.evaluation.status import EvaluationReader, JobRecord, jobs_folder, record_path
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
+from corral.launcher.trial.view import read_plan
 from corral.scheduling.scheduling import Scheduling
 from corral.workers.data.arithmetic import write_model
 from tests.integration.trial_helpers import make_material, submit
@@ -293,7 +299,7 @@ def watch(folder: Path, *looks: dict[str, tuple[str, str]] | None) -> list[tuple
 @pytest.fixture
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is on its way."""
-    monkeypatch.setattr(status, "_RESULT_VISIBLE_S", 0.0)
+    monkeypatch.setattr(jobs, "_RESULT_VISIBLE_S", 0.0)
 
 
 @pytest.mark.usefixtures("in_no_time")

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.launcher.cluster.errors import ClusterError, ClusterUnreachableError
-from corral.launcher.extra_jobs.book import (
+from corral.launcher.extra_jobs import (
     ExtraJobBook,
+    GangGuard,
     JobSighting,
     NodesEvent,
 )
-from corral.launcher.extra_jobs.gang import GangGuard
 from corral.launcher.layout.layout import Allocation, AllocationRole, RunningAllocation
+from corral.launcher.slurm.client import SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.verdict import why_leaving
 from tests.launcher.jobs import job_of
 
@@ -63,7 +63,7 @@ class Jobs:
         required = [spec.name for spec in specs if spec.role == "group"]
         self.gang = GangGuard(required, timeout_s=timeout_s, chance=random.Random(0))
         self.book = ExtraJobBook(specs=specs, attempt=1, gang=self.gang, hands=self)
-        self.answers: dict[str, str | ClusterError] = {}
+        self.answers: dict[str, str | SlurmError] = {}
         """Job ids, by allocation."""
         self.leaving: str | None = ""
         self._done: list[Action] = []
@@ -71,7 +71,7 @@ class Jobs:
     def ask_for(self, name: str) -> str:
         self._done.append(AskForJob(name))
         answer = self.answers.get(name, "7")
-        if isinstance(answer, ClusterError):
+        if isinstance(answer, SlurmError):
             raise answer
         return answer
 
@@ -241,7 +241,7 @@ def test_a_word_that_nobody_knows_changes_nothing() -> None:
 def test_a_refused_submission_is_tried_again() -> None:
     jobs = book_of(ELASTIC)
     jobs.seen([], 0.0)
-    jobs.answers[ELASTIC.name] = ClusterError("sbatch failed with exit 1")
+    jobs.answers[ELASTIC.name] = SlurmError("sbatch failed with exit 1")
     _, news = jobs.tick(0.0)
     assert isinstance(news, News) and news.fields["cause"] == "sbatch failed with exit 1"
     assert jobs.tick(4.9) == [] and without_news(jobs.tick(5.0)) == [AskForJob(ELASTIC.name)]
@@ -250,7 +250,7 @@ def test_a_refused_submission_is_tried_again() -> None:
 def test_a_submission_whose_answer_was_lost_is_found_in_the_queue() -> None:
     jobs = book_of(ELASTIC)
     jobs.seen([], 0.0)
-    jobs.answers[ELASTIC.name] = ClusterUnreachableError("sbatch did not answer within 20 s")
+    jobs.answers[ELASTIC.name] = SlurmUnreachableError("sbatch did not answer within 20 s")
     jobs.tick(0.0)
     jobs.seen([sighting(ELASTIC, "7", "PENDING")], 2.0)
     assert jobs.tick(5.0) == [] and jobs.book.jobs() == ["7"]
@@ -352,7 +352,7 @@ def test_elastic_workers_make_room_for_a_job_that_the_trial_needs_and_come_back(
 @pytest.mark.parametrize(("is_word", "is_given_up"), [(True, True), (False, False)])
 def test_a_job_of_the_gang_that_is_refused_again_and_again_is_given_up(is_word: bool, is_given_up: bool) -> None:
     jobs = book_of(TRAINER, SERVERS, ELASTIC, timeout_s=60.0)
-    refusal = (ClusterError if is_word else ClusterUnreachableError)("job submit limit")
+    refusal = (SlurmError if is_word else SlurmUnreachableError)("job submit limit")
     jobs.answers |= {TRAINER.name: "1", SERVERS.name: refusal, ELASTIC.name: refusal}
     jobs.seen([], 0.0)
     ends: list[NodesEvent] = []

@@ -10,13 +10,12 @@ import pytest
 
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.jobs import Job
-from corral.launcher.extra_jobs.book import NodesEvent
-from corral.launcher.extra_jobs.extra_jobs import ExtraJobs
+from corral.launcher.extra_jobs import ExtraJobs, NodesEvent
 from corral.launcher.layout.layout import PlacedTrial, RunningAllocation
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmUnreachableError
 from corral.launcher.slurm.cluster import SlurmCluster
+from corral.launcher.slurm.verdict import Job
 from tests.launcher.jobs import job_of
 from tests.launcher.trials import make_plan, wait_until
 
@@ -67,8 +66,8 @@ class Slurm(SlurmCluster):
 def test_the_supervisor_hears_of_its_jobs_without_waiting_and_none_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("corral.launcher.extra_jobs.book._QUICK_LOOK_S", 0.0)
-    monkeypatch.setattr("corral.launcher.extra_jobs.book._SLOW_LOOK_S", 0.0)
+    monkeypatch.setattr("corral.launcher.extra_jobs._QUICK_LOOK_S", 0.0)
+    monkeypatch.setattr("corral.launcher.extra_jobs._SLOW_LOOK_S", 0.0)
     directory = TrialDirectory(tmp_path / "exp" / "trial")
     directory.create()
     plan = make_plan(directory.path, mode="slurm", launch={"layout": "jobs"})

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.extra_jobs.gang import GangGuard
+from corral.launcher.extra_jobs import GangGuard
 
 NAMES = ("model_worker", "generation_server")
 

@@ -13,8 +13,8 @@ from corral.launcher.commands.common import run
 from corral.launcher.commands.logs import logs
 from corral.launcher.commands.status import status
 from corral.launcher.commands.stop import stop
-from corral.launcher.files import lookout, patient_files
-from corral.launcher.files.patient_files import PatientFiles
+from corral.launcher.files import file_thread, lookout
+from corral.launcher.files.file_thread import PatientFiles
 from corral.launcher.follow import follow
 from corral.launcher.logs import lines
 from corral.launcher.logs.files import LinePrinter, LogFile
@@ -25,8 +25,8 @@ from tests.launcher.trials import make_plan
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (patient_files, lookout):
-        monkeypatch.setattr(module, "_PATIENCE_S", 0.5)
+    for module, name in ((file_thread, "_COMMANDS_PATIENCE_S"), (lookout, "_PATIENCE_S")):
+        monkeypatch.setattr(module, name, 0.5)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
-from corral.launcher.files.patient_files import PatientFiles
+from corral.launcher.files.file_thread import PatientFiles
 from corral.launcher.follow import follow, logs_before
 from corral.launcher.logs.failures import describe_failures
 from corral.launcher.logs.files import LinePrinter, LogFile, LogFinder, NoLogsError, attempt_number
@@ -161,7 +161,7 @@ def test_the_journal_is_read_again_only_after_it_has_changed(
 ) -> None:
     reads: list[Path] = []
     monkeypatch.setattr(
-        "corral.launcher.logs.files.read_journal", lambda path: reads.append(path) or read_journal(path)
+        "corral.launcher.trial.view.read_journal", lambda path: reads.append(path) or read_journal(path)
     )
     write_event(directory, 1.0, "submitted", attempt=0, job_id="7")
     finder = LogFinder(directory, [], attempt="all")

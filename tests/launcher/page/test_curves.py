@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.page.curves import curves_of, thinned
+from corral.launcher.page.view import curves_of, thinned
 from corral.launcher.trial.metrics import headline, last_lines, newest_of, read_metrics
 
 

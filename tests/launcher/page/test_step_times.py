@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from corral.launcher.page.curves import CallSeconds, bars_of, mean_of, step_times_of
+from corral.launcher.page.view import CallSeconds, bars_of, mean_of, step_times_of
 
 CALLS = ("ref_inf", "actor_train")
 

@@ -15,9 +15,8 @@ import pytest
 
 from corral.experiments.trial import leftovers
 from corral.launcher.runners.guard import guarded
-from corral.launcher.runners.local import LocalRunner
-from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, children_of, process_start_ticks
-from corral.launcher.trial.sweep import sweep
+from corral.launcher.runners.runner import LocalRunner
+from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE, children_of, process_start_ticks, sweep
 from tests.launcher.trials import wait_until
 
 # Leaves the session, forgets its environment, as a server that gives itself a title does, and tells who it is.

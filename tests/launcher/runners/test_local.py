@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from corral.launcher.runners import local
-from corral.launcher.runners.local import LocalRunner, share_gpus, visible_gpus
+from corral.launcher.runners import runner as runner_module
+from corral.launcher.runners.runner import LocalRunner, share_gpus, visible_gpus
 from tests.launcher.trials import wait_until
 
 
@@ -30,8 +30,8 @@ def pretend_gpus(monkeypatch: pytest.MonkeyPatch, folder: Path, count: int) -> N
     """A driver that shows so many."""
     for index in range(count):
         (folder / "gpus" / f"0000:0{index}:00.0").mkdir(parents=True)
-    monkeypatch.setattr(local, "_GPUS", folder / "gpus")
-    monkeypatch.setattr(local, "_HIDDEN_DRIVERS", ())
+    monkeypatch.setattr(runner_module, "_GPUS", folder / "gpus")
+    monkeypatch.setattr(runner_module, "_HIDDEN_DRIVERS", ())
 
 
 @pytest.mark.parametrize(

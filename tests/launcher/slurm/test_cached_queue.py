@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.launcher.cluster.jobs import Job
-from corral.launcher.slurm.cached_queue import FRESH_S, CachedQueue, QueueAnswer, cache_path, pause_after
 from corral.launcher.slurm.client import SlurmUnreachableError
-from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.slurm.job_queue import FRESH_S, CachedQueue, QueueAnswer, SlurmQueue, cache_path, pause_after
+from corral.launcher.slurm.verdict import Job
 from tests.launcher.jobs import job_of
 
 

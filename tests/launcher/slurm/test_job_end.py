@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from corral.experiments.trial.attempts import EndState
-from corral.launcher.cluster.own_job import JobEnd, JobProspect
 from corral.launcher.slurm.parse import parse_key_values
-from corral.launcher.slurm.verdict import explain_end, look_ahead
+from corral.launcher.slurm.verdict import JobEnd, JobProspect, explain_end, look_ahead
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.own_jobs import job_name
 from corral.launcher.layout.layout import PlacedTrial
 from corral.launcher.layout.planner import plan_layout
+from corral.launcher.slurm.own_jobs import job_name
 from corral.launcher.slurm.sbatch import (
     extra_job_options,
     render_extra_job,

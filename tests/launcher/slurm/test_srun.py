@@ -14,12 +14,19 @@ from corral.experiments.errors import ConfigError
 from corral.experiments.trial.directory import TrialDirectory
 from corral.launcher.layout.layout import PlacedTrial, RunningAllocation, Step
 from corral.launcher.layout.planner import plan_layout
-from corral.launcher.runners.containers import ContainedCommand, contain
-from corral.launcher.runners.runner import NodesNotAvailableError
+from corral.launcher.runners.runner import ContainedCommand, NodesNotAvailableError, contain
 from corral.launcher.slurm import srun
 from corral.launcher.slurm.client import SlurmClient, SlurmUnreachableError
-from corral.launcher.slurm.srun import EXIT_OF_SRUN, SrunRunner, SrunTask, StepSignals, signal_tasks
-from corral.launcher.slurm.step import StepPlace, own_job, srun_command
+from corral.launcher.slurm.own_jobs import own_job
+from corral.launcher.slurm.srun import (
+    EXIT_OF_SRUN,
+    SrunRunner,
+    SrunTask,
+    StepPlace,
+    StepSignals,
+    signal_tasks,
+    srun_command,
+)
 from corral.launcher.trial.ends import ExitKind
 from corral.scheduling.scheduling import Scheduling
 from tests.launcher.trials import make_plan, wait_until

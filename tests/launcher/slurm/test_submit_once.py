@@ -9,18 +9,18 @@ import pytest
 
 from corral.experiments.plan import TrialIdentity
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.errors import SubmissionUnknownError
-from corral.launcher.cluster.jobs import Job
-from corral.launcher.cluster.own_jobs import OwnJobs
 from corral.launcher.slurm.client import (
     SlurmClient,
     SlurmError,
     SlurmUncertainError,
     SlurmUnreachableError,
+    SubmissionUnknownError,
     patiently,
 )
 from corral.launcher.slurm.cluster import SlurmCluster
-from corral.launcher.slurm.submit_once import is_head_of, submit_once
+from corral.launcher.slurm.job_queue import is_head_of, submit_once
+from corral.launcher.slurm.own_jobs import OwnJobs
+from corral.launcher.slurm.verdict import Job
 from corral.launcher.trial.lock import SubmissionRunsError, submitting
 from tests.launcher.jobs import job_of
 

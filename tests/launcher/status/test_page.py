@@ -18,18 +18,17 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.launcher.cluster.jobs import Job
-from corral.launcher.cluster.own_jobs import JobNote, OwnJobs
 from corral.launcher.files import lookout
-from corral.launcher.slurm.cached_queue import QueueAnswer
-from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.slurm.job_queue import QueueAnswer, SlurmQueue
+from corral.launcher.slurm.own_jobs import JobNote, OwnJobs
+from corral.launcher.slurm.verdict import Job
 from corral.launcher.status import page as page_module
 from corral.launcher.status import reader
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.page import StatusPage
 from corral.launcher.status.reader import StatusReader
-from corral.launcher.trial.find import PlanDamagedError, TrialFacts, find_trial, read_facts
 from corral.launcher.trial.lock import lock_supervisor
+from corral.launcher.trial.view import PlanDamagedError, TrialFacts, find_trial, read_facts
 from tests.launcher.jobs import job_of
 from tests.launcher.supervisor.broken_files import hanging
 from tests.launcher.trials import make_plan

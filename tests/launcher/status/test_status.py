@@ -17,22 +17,19 @@ from corral.experiments.trial.attempts import AttemptEnd, AttemptRecord, EndStat
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.worker_record import Trouble, WeightUpdate, WorkerRecord
-from corral.launcher.cluster.jobs import Job
-from corral.launcher.slurm.cached_queue import QueueAnswer
+from corral.launcher.follow import live_line, progress_bar, progress_line
 from corral.launcher.slurm.client import SlurmClient
-from corral.launcher.slurm.job_queue import SlurmQueue
-from corral.launcher.status.evidence import Evidence, ExtraJob
+from corral.launcher.slurm.job_queue import QueueAnswer, SlurmQueue
+from corral.launcher.slurm.verdict import Job
+from corral.launcher.status.evidence import Evidence, ExtraJob, group_rows, worker_rows
 from corral.launcher.status.judge import describe, judge
 from corral.launcher.status.page import explain
-from corral.launcher.status.progress import live_line, progress_bar, progress_line
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.status.text import format_duration, render_json, render_trial, render_trials, render_workers
-from corral.launcher.status.workers import group_rows, worker_rows
 from corral.launcher.trial.ends import End
-from corral.launcher.trial.find import TrialFacts, read_facts
 from corral.launcher.trial.metrics import pace_of
-from corral.launcher.trial.rendezvous import connect_name_service
-from corral.launcher.trial.view import Finding, PastAttempt, TrialView, WorkerLife
+from corral.launcher.trial.redis_server import connect_name_service
+from corral.launcher.trial.view import Finding, PastAttempt, TrialFacts, TrialView, WorkerLife, read_facts
 from corral.workers.lifecycle.presence import Presence
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.jobs import job_of

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corral.launcher.status.evidence import WorkerRow
 from corral.launcher.status.waits import describe_wait, find_waits, render_chain
-from corral.launcher.status.workers import WorkerRow
 from corral.launcher.trial.words import WorkerState
 
 KINDS = ("master_worker", "model_worker", "generation_server", "gserver_manager", "rollout_worker")

@@ -16,8 +16,7 @@ from corral.launcher.slurm.accounts import Accounts, Limits
 from corral.launcher.slurm.client import Complaint, SlurmError, complaint_of
 from corral.launcher.slurm.parse import Node, parse_nodes
 from corral.launcher.slurm.verdict import Holder
-from corral.launcher.submit.asks import asks_of, check_values, shapes_for
-from corral.launcher.submit.check_asks import check_asks, node_local_warning
+from corral.launcher.submit.asks import asks_of, check_asks, check_values, node_local_warning, shapes_for
 from corral.launcher.submit.check_layout import check_layout, parts_of, summary_of
 from corral.launcher.submit.cluster import ClusterFacts, most_common_shape
 from corral.launcher.submit.preflight import explain_refusal

@@ -1,7 +1,7 @@
 import pytest
 
 from corral.experiments.errors import ConfigError
-from corral.launcher.submit.imagined import ClusterShape
+from corral.launcher.submit.preflight import ClusterShape
 
 
 def test_a_shape_is_nodes_gpus_and_memory() -> None:

@@ -10,11 +10,10 @@ from corral.experiments.errors import ConfigError, UnsatisfiableError
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment, load_with_source
 from corral.launcher.status.text import fold
-from corral.launcher.submit import imagined
+from corral.launcher.submit import preflight
 from corral.launcher.submit.check_memory import check_memory
-from corral.launcher.submit.imagined import ClusterShape
 from corral.launcher.submit.memory_plan import gpu_uses, render_memory
-from corral.launcher.submit.preflight import Preflight
+from corral.launcher.submit.preflight import ClusterShape, Preflight
 from corral.scheduling.parallel import ParallelDims
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -34,7 +33,7 @@ def with_memory(plan: RunPlan, gpu_memory_mb: int) -> RunPlan:
 
 
 def check_on_shape(plan: RunPlan, shape: ClusterShape) -> Preflight:
-    return imagined.check_on_shape(shape.in_plan(plan), shape)
+    return preflight.check_on_shape(shape.in_plan(plan), shape)
 
 
 def problem_of(plan: RunPlan, shape: ClusterShape = SHAPE) -> Any:

@@ -8,9 +8,7 @@ import pytest
 
 from corral.experiments.errors import ConfigError
 from corral.experiments.plan import RunPlan
-from corral.launcher.submit.environments import check_inputs
-from corral.launcher.submit.prepare import Submission, prepare
-from corral.launcher.submit.reallocate import reallocated
+from corral.launcher.submit.prepare import Submission, check_inputs, prepare, reallocated
 from corral.launcher.submit.start import create, write_plan
 from tests.experiments.broken_yaml import VALID_PPO, VALID_SFT, write_inputs
 from tests.experiments.test_preferences import DPO, REWARD_MODEL, pair

@@ -15,7 +15,7 @@ from corral.launcher.submit import start
 from corral.launcher.submit.prepare import Submission, prepare, prepare_resume
 from corral.launcher.submit.start import create
 from corral.launcher.submit.users_code import look_at_code
-from corral.launcher.trial.find import read_facts
+from corral.launcher.trial.view import read_facts
 from tests.experiments.broken_yaml import VALID_PPO, write_inputs
 
 Submit = Callable[..., Submission]

@@ -22,7 +22,7 @@ from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.files import patience
 from corral.launcher.files.patience import FilePatience
-from corral.launcher.supervisor.attempt_start import open_attempt
+from corral.launcher.supervisor.keeper import open_attempt
 from tests.launcher.trials import StubTrial
 
 

@@ -21,11 +21,10 @@ from corral.launcher.supervisor.attempt_tasks import AttemptTasks
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.signs_of_life import SupervisorExit
 from corral.launcher.supervisor.supervisor import Supervisor
-from corral.launcher.supervisor.unit_specs import worker_command
-from corral.launcher.supervisor.units import MAX_PAUSE_S, StartUnit, UnitMachine, UnitNews, UnitSpec
+from corral.launcher.supervisor.units import MAX_PAUSE_S, StartUnit, UnitMachine, UnitNews, UnitSpec, worker_command
 from corral.launcher.trial.ends import ExitKind, TaskExit
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
-from corral.launcher.trial.rendezvous import redis_of_trial
+from corral.launcher.trial.redis_server import redis_of_trial
 from tests.launcher.trials import StubTrial, make_plan, wait_until
 
 ATTEMPT = AttemptRecord(attempt=0, resume=False, mode="slurm", start_slot=1, submitted_at=0.0)

@@ -10,11 +10,12 @@ import pytest
 
 from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.journal import Journal
-from corral.launcher.cluster.own_job import JobEnd, OwnJob
 from corral.launcher.files import patience
 from corral.launcher.layout.layout import RunningAllocation
 from corral.launcher.slurm.cluster import SlurmCluster
-from corral.launcher.supervisor.continuation import Continuation
+from corral.launcher.slurm.own_jobs import OwnJob
+from corral.launcher.slurm.verdict import JobEnd
+from corral.launcher.supervisor.attempt_end import Continuation
 from tests.launcher.trials import StubTrial
 
 OWN = "7"

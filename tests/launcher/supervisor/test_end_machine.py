@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from corral.experiments.trial.attempts import AttemptRefusedError, EndState, WhyNot
-from corral.launcher.cluster.own_job import JobEnd
+from corral.launcher.slurm.verdict import JobEnd
 from corral.launcher.supervisor.attempt_end import EndMachine, EndPhase
 from corral.launcher.supervisor.units import EndTrial
 

@@ -11,14 +11,13 @@ from corral.experiments.trial.attempts import AttemptEnd, EndState, begin_attemp
 from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
-from corral.launcher.cluster.jobs import Job
-from corral.launcher.cluster.own_job import OwnJob
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.slurm.client import SlurmClient, SlurmError, SlurmUnreachableError
 from corral.launcher.slurm.cluster import SlurmCluster
-from corral.launcher.supervisor import continuation
-from corral.launcher.supervisor.attempt_end import EndShell
-from corral.launcher.supervisor.continuation import Continuation
+from corral.launcher.slurm.own_jobs import OwnJob
+from corral.launcher.slurm.verdict import Job
+from corral.launcher.supervisor import attempt_end
+from corral.launcher.supervisor.attempt_end import Continuation, EndShell
 from corral.launcher.supervisor.recorder import Recorder
 from corral.launcher.supervisor.units import EndTrial
 from tests.launcher.jobs import job_of
@@ -152,7 +151,7 @@ def attempt(tmp_path: Path) -> Attempt:
 def no_patience() -> Iterator[None]:
     """What scancel refuses is not tried for long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuation, "_SWEEP_TIMEOUT_S", 0.0)
+        patch.setattr(attempt_end, "_SWEEP_TIMEOUT_S", 0.0)
         yield
 
 

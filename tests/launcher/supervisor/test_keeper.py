@@ -12,8 +12,8 @@ from corral.launcher.status.reader import StatusReader
 from corral.launcher.supervisor import keeper
 from corral.launcher.supervisor.keeper import keep
 from corral.launcher.supervisor.signs_of_life import START_S
-from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
+from corral.launcher.trial.view import read_facts
 from tests.launcher.conftest import MakeTrial
 
 

@@ -20,10 +20,10 @@ from corral.experiments.trial.directory import StopRequest, TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.files.file_thread import FileThread
 from corral.launcher.status.reader import StatusReader
-from corral.launcher.supervisor.trial_watch import TrialWatch
+from corral.launcher.supervisor.supervisor import TrialWatch
 from corral.launcher.trial.ends import ends_of
-from corral.launcher.trial.find import read_facts
 from corral.launcher.trial.lock import is_locked
+from corral.launcher.trial.view import read_facts
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.trials import StubTrial, wait_until
 

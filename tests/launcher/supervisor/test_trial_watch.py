@@ -9,8 +9,8 @@ import pytest
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.files.file_thread import FileThread
-from corral.launcher.supervisor import trial_watch
-from corral.launcher.supervisor.trial_watch import TrialWatch
+from corral.launcher.supervisor import supervisor
+from corral.launcher.supervisor.supervisor import TrialWatch
 from tests.launcher.trials import wait_until
 
 
@@ -49,7 +49,7 @@ def test_a_look_that_is_awaited_sees_what_is_there(tmp_path: Path) -> None:
 def test_a_look_that_hangs_holds_the_loop_up_once_and_what_it_finds_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial_watch, "FILE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(supervisor, "FILE_TIMEOUT_S", 0.5)
     watch, directory, _ = make_watch(tmp_path)
     TrialLog(directory.log_path).claim("somebody")
     os.mkfifo(directory.stop_request_path)

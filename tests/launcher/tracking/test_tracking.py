@@ -17,9 +17,8 @@ from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.journal import Journal
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.tracking import trackers
-from corral.launcher.tracking.hand_on import CommittedLines
 from corral.launcher.tracking.tracker import TrackedTrial
-from corral.launcher.tracking.trackers import MLflowRun, NewsCommand, PrometheusFile, mlflow_name
+from corral.launcher.tracking.trackers import CommittedLines, MLflowRun, NewsCommand, PrometheusFile, mlflow_name
 from tests.tracked import check_same, in_mlflow, in_prometheus, in_tensorboard, in_wandb, written
 from tests.workers.master.trials import NUM_STEPS, KilledError, Trainers, lines_of, run_master, trial_of
 

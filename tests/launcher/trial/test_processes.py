@@ -54,7 +54,7 @@ def test_a_worker_ends_with_a_parent_that_dies_before_it_has_begun(tmp_path: Pat
     supervisor = f"""
 import os
 from pathlib import Path
-from corral.launcher.runners.local import LocalRunner
+from corral.launcher.runners.runner import LocalRunner
 runner, log_path = LocalRunner(bind_address="auto", gpus_by_worker={{}}), Path("{tmp_path}/log")
 task = runner.start("master_worker/0", ("sleep", "600"), environment={{}}, log_path=log_path)
 print(task.pid, flush=True)

@@ -3,7 +3,7 @@
 import pytest
 
 from corral.experiments.errors import ConfigError
-from corral.launcher.trial.steps import chosen_steps
+from corral.launcher.trial.view import chosen_steps
 
 
 @pytest.mark.parametrize(

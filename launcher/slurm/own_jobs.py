@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from corral.experiments.trial.directory import TrialDirectory, atomic_write, list_names, validate_name
-from corral.launcher.cluster.jobs import Job
+from corral.launcher.layout.layout import RunningAllocation, RunningAllocations
+from corral.launcher.slurm.verdict import Job
+from corral.scheduling.slurm_formats import expand_host_list
 
 if TYPE_CHECKING:  # rl-status reads plans without the schema, which takes longer to import than it takes to answer
     from corral.experiments.plan import TrialIdentity
-    from corral.launcher.trial.find import TrialFacts
+    from corral.launcher.trial.view import TrialFacts
 
 HEAD = "head"
 _MAX_JOB_NAME = 64
@@ -147,3 +149,53 @@ def job_name(experiment: str, trial: str, allocation: str = HEAD) -> str:
     name = f"{validate_name(experiment, what='experiment name')}.{validate_name(trial, what='trial name')}"
     suffix = "" if allocation == HEAD else "." + allocation.replace("/", "-")
     return name[: _MAX_JOB_NAME - len(suffix)] + suffix
+
+
+# The job that this process runs in.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnJob:
+    """One start of the job that an attempt runs in."""
+
+    job_id: str
+    restart_count: int
+    """How often the cluster had put it back before."""
+    host: str
+    """The node of this process, as the cluster calls it."""
+    allocations: RunningAllocations
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All nodes of the job."""
+        return tuple(host for allocation in self.allocations.values() for host in allocation.hosts)
+
+
+def own_job(environment: Mapping[str, str]) -> OwnJob | None:
+    """The job whose batch step has this environment; None where it is no step of a job."""
+    if not environment.get("SLURM_JOB_ID"):
+        return None
+    allocations = _batch_allocations(environment)
+    return OwnJob(
+        job_id=environment["SLURM_JOB_ID"],
+        restart_count=int(environment.get("SLURM_RESTART_COUNT", "0") or 0),
+        host=environment.get("SLURMD_NODENAME") or next(iter(allocations[0].hosts), ""),
+        allocations=allocations,
+    )
+
+
+def _batch_allocations(environment: Mapping[str, str]) -> RunningAllocations:
+    """The head, and the components of its heterogeneous job."""
+    size = int(environment.get("SLURM_HET_SIZE", "0"))
+    if size == 0:
+        hosts = tuple(expand_host_list(environment.get("SLURM_JOB_NODELIST", "")))
+        return {0: RunningAllocation(job_id=environment["SLURM_JOB_ID"], het_group=None, hosts=hosts)}
+    return {
+        group: RunningAllocation(
+            job_id=environment["SLURM_JOB_ID_HET_GROUP_0"],
+            het_group=group,
+            hosts=tuple(expand_host_list(environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"])),
+            own_job_id=environment[f"SLURM_JOB_ID_HET_GROUP_{group}"],
+        )
+        for group in range(size)
+    }

@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 
 from corral.experiments.trial.log import TrialLog
-from corral.launcher import stop
-from corral.launcher.cluster.jobs import Job
-from corral.launcher.cluster.own_jobs import OwnJobs
-from corral.launcher.commands.stop import told_of
-from corral.launcher.files.patient_files import PatientFiles
+from corral.launcher.commands import stop
+from corral.launcher.commands.stop import StopRefusedError, cancel_orphan, find_job, is_orphan, told_of, trial_of_job
+from corral.launcher.files.file_thread import PatientFiles
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
+from corral.launcher.slurm.own_jobs import OwnJobs
+from corral.launcher.slurm.verdict import Job
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import WaitChain, WaitStep
-from corral.launcher.stop import StopRefusedError, cancel_orphan, find_job, is_orphan, trial_of_job
-from corral.launcher.trial.find import TrialFacts, read_facts
+from corral.launcher.trial.view import TrialFacts, read_facts
 from corral.launcher.trial.words import TrialState, WorkerState
 from tests.launcher.conftest import MakeTrial
 from tests.launcher.jobs import job_of

@@ -7,8 +7,8 @@ import pytest
 
 from corral.experiments.plan import TrialIdentity
 from corral.experiments.trial.directory import TrialDirectory
-from corral.launcher.cluster.jobs import Job
-from corral.launcher.cluster.own_jobs import JobIndex, JobNote, OwnJobs
+from corral.launcher.slurm.own_jobs import JobIndex, JobNote, OwnJobs
+from corral.launcher.slurm.verdict import Job
 from corral.launcher.status.evidence import find_jobs
 from tests.launcher.jobs import job_of
 
