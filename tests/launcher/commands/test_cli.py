@@ -56,17 +56,6 @@ def experiment(tmp_path: Path) -> Iterator[Path]:
     end_trials(tmp_path / "trials")
 
 
-@pytest.mark.parametrize("case", BROKEN_CASES, ids=lambda case: case.name)
-def test_a_broken_experiment_is_refused_with_exit_2_and_nothing_is_left(
-    case: BrokenCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = case.write(tmp_path / "input")
-    overrides = [part for override in case.overrides for part in ("-s", override)]
-    assert _submit(monkeypatch, file, "--local", *overrides, fileroot=tmp_path / "trials") == 2
-    assert capsys.readouterr().err.startswith("error: ")
-    assert not (tmp_path / "trials").exists()
-
-
 @pytest.mark.parametrize("case", BROKEN_CASES[::15], ids=lambda case: case.name)
 def test_a_refusal_needs_no_more_than_a_message_on_stderr(case: BrokenCase, tmp_path: Path) -> None:
     file = case.write(tmp_path / "input")
