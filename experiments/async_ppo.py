@@ -13,20 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from corral.experiments.checks.data import check_field, check_length
-from corral.experiments.checks.environment import check_environment
-from corral.experiments.checks.generation import (
-    check_admission,
-    check_backend_settings,
-    check_embedded_model,
-    check_heads,
-    check_judge,
-    check_mixture,
-    check_parallel_flags,
-    check_server_gpus,
-    check_sglang,
-)
-from corral.experiments.config.cluster import GroupConfig
 from corral.experiments.config.data import DatasetConfig, RowKind
 from corral.experiments.config.model import ModelConfig
 from corral.experiments.config.rollout import (
@@ -36,13 +22,11 @@ from corral.experiments.config.rollout import (
     WeightsConfig,
 )
 from corral.experiments.datasets.dataset import dataset_spec
-from corral.experiments.errors import ConfigError, ConfigProblem
+from corral.experiments.errors import ConfigError
 from corral.experiments.host_memory import BESIDE_MB, memory_warning, server_memory
 from corral.experiments.inputs.environment_tasks import HELD_OUT, FoundEnvironment, find_environment
 from corral.experiments.inputs.other_pythons import environment_python, sglang_python
 from corral.experiments.policy import PolicyExperiment
-from corral.experiments.policy_problems import policy_problems
-from corral.experiments.prompts.row_prompts import PromptEncoder
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.worker_specs import (
     TOKEN_TIMEOUT_S,
@@ -55,13 +39,11 @@ from corral.experiments.worker_specs import (
     RolloutWorkerSpec,
     WorkerSpec,
 )
-from corral.scheduling.allocation import EngineAllocation
 from corral.scheduling.errors import message_and_hint
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.scheduling.scheduling import Scheduling
 from corral.scheduling.worker_information import WorkerKind
 
-_SHOWS_TOOLS = ("corral.agents:tools", "corral.workers.agents.shipped:tools")
 _BASE_OF_ADAPTER = "base"  # no version is written like this
 
 
@@ -253,105 +235,22 @@ class AsyncPPOExperiment(PolicyExperiment):
     def planned_rollout(self) -> RolloutConfig:
         """The settings with how long a sequence of an episode may be: what all that read or make it can take; and with
         the Python of an environment."""
-        longest = self.rollout.episode.max_tokens or min(self._episode_bounds().values())
+        longest = self.rollout.episode.max_tokens or min(self.episode_bounds().values())
         changes: dict[str, Any] = {"episode": self.rollout.episode.model_copy(update={"max_tokens": longest})}
         if (environment := self.rollout.environment) is not None:
             changes["environment"] = environment.model_copy(update={"python": environment_python(environment)})
         return self.rollout.model_copy(update=changes)
 
-    def _episode_bounds(self) -> dict[str, int]:
+    def episode_bounds(self) -> dict[str, int]:
         """By name; there is one of the actor's micro-batches at least."""
         return {name: limit for name, limit in self.length_bounds().items() if limit is not None}
 
-    def _episode_problems(self) -> Iterator[ConfigProblem]:
-        path, longest = ("rollout", "episode", "max_tokens"), self.rollout.episode.max_tokens
-        if longest is None:
-            return
-        for name, limit in self._episode_bounds().items():
-            if longest > limit:
-                yield ConfigProblem(
-                    f"a sequence of {longest} tokens does not fit {name} = {limit}",
-                    f"lower rollout.episode.max_tokens to {limit}, or leave it out: it is then as long as all can take",
-                    path=path,
-                )
-        if longest <= self.dataset.max_prompt_tokens:
-            yield ConfigProblem(
-                f"a prompt of {self.dataset.max_prompt_tokens} tokens leaves no room for an answer in {longest}",
-                "raise rollout.episode.max_tokens, or lower dataset.max_prompt_tokens",
-                path=path,
-            )
-
     @property
-    def _engine_bounds(self) -> dict[str, int | None]:
+    def engine_bounds(self) -> dict[str, int | None]:
         return {"engine.max_total_tokens": self.engine.max_total_tokens}
 
     def length_bounds(self) -> dict[str, int | None]:
-        return self._engine_bounds | super().length_bounds()
-
-    def find_own_problems(self) -> Iterator[ConfigProblem]:
-        yield from policy_problems(self)
-        if self.rollout.environment is not None:
-            group = self.groups.get("rollout_worker", GroupConfig()).scheduling
-            yield from check_environment(
-                self.rollout,
-                self.rollout.environment,
-                self.dataset,
-                self.evaluation,
-                model=self.actor.path,
-                is_in_container=group is not None and group.container_image is not None,
-            )
-        shown, path = self.rollout.demonstrations, ("rollout", "demonstrations")
-        yield from check_field(shown, "an answer to show", self.checked_dataset, path)
-        yield from check_admission(self.rollout, train_batch_size=self.train_batch_size)
-        yield from check_judge(self.rollout.judge, self.parsed_allocation)
-        yield from self._episode_problems() if self.rollout.makes_episodes else ()
-        if self.rollout.agent in _SHOWS_TOOLS and not self.rollout.agent_settings.get("call"):
-            yield from _problems_of_shown_tools(self.length_limits().prompts)
-        if self.rollout.drop_uniform_groups and self.ppo.advantage in ("gae", "rewards_to_go", "none"):
-            yield ConfigProblem(
-                f"rollout.drop_uniform_groups drops prompts that teach ppo.advantage: {self.ppo.advantage} something: "
-                "only where answers are compared with each other are equal rewards nothing",
-                "set it to false, or ppo.advantage to group_relative or rloo",
-                path=("rollout", "drop_uniform_groups"),
-            )
-        if self.evaluation is not None:
-            key, bounds = ("evaluation", "sampling", "max_new_tokens"), self._engine_bounds
-            yield from check_length(self.evaluation.dataset, self.evaluation.sampling, bounds, key)
-        if self.weights.encoding == "lora" and self.actor.lora is None:
-            yield ConfigProblem(
-                "weights.transport: lora sends adapters, and the actor has none",
-                "give actor.lora, such as {rank: 16, alpha: 32}, or set weights.transport: shared_memory",
-                path=("weights", "transport"),
-            )
-        if (engine := self.parsed_allocation.generation) is not None:
-            yield from self._server_problems(engine)
-
-    def _server_problems(self, engine: EngineAllocation) -> Iterator[ConfigProblem]:
-        group, gpus = self.groups.get("generation_server", GroupConfig()), engine.dims.tp
-        uses_sglang = engine.backend == "sglang"
-        yield from check_sglang(
-            self.sglang,
-            is_used=uses_sglang,
-            is_in_container=group.scheduling is not None and group.scheduling.container_image is not None,
-        )
-        yield from check_backend_settings(self.engine, self.weights, backend=engine.backend)
-        yield from check_server_gpus(group, gpus_per_server=gpus)
-        if uses_sglang:
-            has_gpus = group.scheduling is None or group.scheduling.gpu > 0
-            yield from check_parallel_flags(self.sglang.flags, gpus_per_server=gpus, has_gpus=has_gpus)
-            yield from check_heads(self.actor.path, self.sglang.flags, gpus_per_server=gpus)
-            yield from check_mixture(self.actor.path)
-            samplings = {"rollout": self.rollout.sampling, "evaluation": self.evaluation and self.evaluation.sampling}
-            for part, sampling in samplings.items():
-                if sampling and sampling.min_p > 0.0 and self.sglang.flags.get("enable-deterministic-inference"):
-                    yield ConfigProblem(
-                        f"{part}.sampling.min_p {sampling.min_p:g}: SGLang's deterministic inference draws by seeds, "
-                        "and ends where min_p is asked of it",
-                        "use top_p, or remove sglang.flags.enable-deterministic-inference",
-                        path=(part, "sampling", "min_p"),
-                    )
-        elif engine.backend == "hf":
-            yield from check_embedded_model(self.actor.path, remedy="use SGLang: sglang:d1 in place of hf:d1")
+        return self.engine_bounds | super().length_bounds()
 
     def find_warnings(self) -> Iterator[str]:
         yield from super().find_warnings()
@@ -397,14 +296,3 @@ class AsyncPPOExperiment(PolicyExperiment):
                 asked_mb=task.mem,
                 otherwise="" if self.weights.place == "shared" else otherwise,
             )
-
-
-def _problems_of_shown_tools(prompts: PromptEncoder) -> Iterator[ConfigProblem]:
-    """A model whose chat template cannot show it the tools of the agent `tools`, or cannot write calls of them."""
-    hint = "set rollout.agent_settings.call to the pattern of a call in text, or use a model whose template has tools"
-    try:
-        lacking = prompts.chat.lacks_for_tools
-    except ValueError as error:
-        lacking = message_and_hint(error)[0]
-    if lacking:
-        yield ConfigProblem(f"the agent calls tools: {lacking}", hint, path=("rollout", "agent_settings"))

@@ -8,16 +8,13 @@ Workers: the master and the model workers. The policy generates on its own ranks
 their own, which takes its weights over before each step: a share of the allocation named `generation`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from corral.experiments.checks.generation import check_embedded_model
 from corral.experiments.config.rollout import EngineConfig
-from corral.experiments.errors import ConfigProblem
 from corral.experiments.inputs.parameters import count_parameters
 from corral.experiments.policy import PolicyExperiment
-from corral.experiments.policy_problems import policy_problems
 from corral.experiments.worker_specs import BehaviourSpec, GenerationSpec, ModelRoleSpec
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PullWeightsHook
 from corral.scheduling.parallel import Mesh
@@ -98,7 +95,3 @@ class PPOExperiment(PolicyExperiment):
             routes_anew=self.routes_anew,
         )
         return {**super().rank_settings(), "generation": generation, "behaviour": behaviour}
-
-    def find_own_problems(self) -> Iterator[ConfigProblem]:
-        yield from policy_problems(self)
-        yield from check_embedded_model(self.actor.path, remedy="take async_ppo, whose servers may be SGLang's")

@@ -1,18 +1,46 @@
-"""What is wrong with an experiment beyond single fields: Experiment -> ConfigProblems, each with the key to change.
+"""What is wrong with an experiment beyond single classes: Experiment -> ConfigProblems, each with the key to change.
 
 allocation ──► layouts of models, groups on nodes        models, trackers ──► what is there on this machine
-dataset ─────► rows, batches, held-out rows              find_own_problems ──► what only its kind can have
+dataset ─────► rows, batches, held-out rows              find_own_problems ──► what a class of the user's own adds
+
+a policy:    algorithm ──► reference, critic, teachers that it needs; mini-batches of what each rank has
+             teachers ───► the actor's tokens, and the sources of rows
+             the user's own interfaces, losses, advantages ──► keys that a call makes
+async_ppo:   environment, episodes, judge, servers
+
+What one configuration class knows, its validators check.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
-from corral.experiments.checks.data import MODEL_CONTEXT, check_dataset, check_length
+from corral.experiments.async_ppo import AsyncPPOExperiment
+from corral.experiments.checks.data import (
+    MODEL_CONTEXT,
+    check_columns,
+    check_dataset,
+    check_field,
+    check_length,
+    check_tasks,
+)
+from corral.experiments.checks.generation import (
+    check_admission,
+    check_backend_settings,
+    check_embedded_model,
+    check_heads,
+    check_judge,
+    check_mixture,
+    check_parallel_flags,
+    check_server_gpus,
+    check_sglang,
+)
 from corral.experiments.checks.placement import ANY_NODE, place_groups
 from corral.experiments.checks.training import check_layouts
 from corral.experiments.config.cluster import ClusterConfig, GroupConfig
 from corral.experiments.config.data import EvaluationConfig
+from corral.experiments.config.environment import EnvironmentConfig
 from corral.experiments.config.rollout import RewardConfig
 from corral.experiments.config.tracking import PACKAGE_BY_TRACKER, TrackingConfig
 from corral.experiments.errors import (
@@ -21,12 +49,20 @@ from corral.experiments.errors import (
     KeyPath,
     UnsatisfiableError,
     did_you_mean,
+    dotted,
 )
 from corral.experiments.experiment import Experiment
-from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes
+from corral.experiments.inputs.model_directory import context_length, inspect_model, model_sizes, read_vocabulary
 from corral.experiments.inputs.parameters import check_lora
+from corral.experiments.policy import PolicyExperiment
+from corral.experiments.ppo import PPOExperiment
+from corral.experiments.prompts.row_prompts import PromptEncoder
+from corral.scheduling.allocation import EngineAllocation
 from corral.scheduling.errors import message_and_hint
+from corral.scheduling.model_function_call import CallType
 from corral.scheduling.worker_information import WorkerKind
+
+_SHOWS_TOOLS = ("corral.agents:tools", "corral.workers.agents.shipped:tools")
 
 # Checks of groups of workers: as many as the allocation says, images that can run, nodes that they fit on.
 
@@ -85,12 +121,6 @@ def check_containers(groups: Mapping[WorkerKind, GroupConfig], cluster: ClusterC
                     "set cluster.container_runtime to apptainer, singularity or pyxis, whichever this site has",
                     path=(*path, "container_image"),
                 )
-            if scheduling.container_mounts and scheduling.container_image is None:
-                yield ConfigProblem(
-                    "container_mounts has no effect without container_image",
-                    "set container_image, or remove it",
-                    path=(*path, "container_mounts"),
-                )
 
 
 def find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
@@ -110,6 +140,12 @@ def find_problems(experiment: Experiment) -> Iterator[ConfigProblem]:
     dataset = experiment.checked_dataset
     yield from dataset.problems
     yield from _of_template_arguments(experiment)
+    if isinstance(experiment, PolicyExperiment):
+        yield from _of_policy(experiment)
+    if isinstance(experiment, AsyncPPOExperiment):
+        yield from _of_async_ppo(experiment)
+    if isinstance(experiment, PPOExperiment):
+        yield from check_embedded_model(experiment.actor.path, remedy="take async_ppo, whose servers may be SGLang's")
     yield from experiment.find_own_problems()
     if dataset.num_rows is not None:
         yield from _of_batch(experiment, dataset.num_rows)
@@ -175,12 +211,6 @@ def _of_samplers(experiment: Experiment) -> Iterator[ConfigProblem]:
             "dataset.sampler goes by the rewards of rollout workers, and this experiment has none",
             "remove it, or use experiment: async_ppo",
             path=("dataset", "sampler"),
-        )
-    if experiment.evaluation is not None and experiment.evaluation.dataset.sampler is not None:
-        yield ConfigProblem(
-            "held-out rows are all looked at each time, and none is drawn",
-            "remove evaluation.dataset.sampler",
-            path=("evaluation", "dataset", "sampler"),
         )
 
 
@@ -250,3 +280,314 @@ def _of_evaluation(experiment: Experiment, evaluation: EvaluationConfig) -> Iter
         path = ("evaluation", "sampling", "max_new_tokens")
         bounds = {MODEL_CONTEXT: context_length(experiment.first_model.path)}
         yield from check_length(evaluation.dataset, evaluation.sampling, bounds, path)
+
+
+def _of_policy(experiment: PolicyExperiment) -> Iterator[ConfigProblem]:
+    """What contradicts each other in the algorithm, its models, and its rows."""
+    yield from _of_ppo(experiment)
+    served = {
+        f"rollout.teachers.{name}" if name else "rollout.teacher": one.path
+        for name, one in experiment.rollout.served_teachers.items()
+    }
+    yield from _of_teachers(experiment, served)
+    if served:
+        yield from _of_served_teachers(experiment, ", ".join(served))
+    if experiment.dataset.has_teacher_prompts and experiment.rollout.makes_episodes:
+        yield ConfigProblem(
+            "columns.teacher_prompt takes the place of the prompt, and what agents and environments make may begin "
+            "with something else",
+            "remove it, or answer in a single turn: without rollout.agent and rollout.environment",
+            path=("dataset",),
+        )
+    yield from check_columns(experiment.dataset, experiment.checked_dataset)
+    if experiment.rollout.asks_judge != (getattr(experiment.rollout, "judge", None) is not None):
+        yield ConfigProblem(
+            "a reward with the settings {url: trial} asks rollout.judge of async_ppo; only one of both is there",
+            "name the judge's model in rollout.judge.path, or an endpoint in the reward's settings",
+            path=("rollout", "reward"),
+        )
+    yield from _of_keys(experiment)
+    path = ("rollout", "sampling", "max_new_tokens")
+    yield from check_length(experiment.dataset, experiment.rollout.sampling, experiment.length_bounds(), path)
+
+
+def _of_ppo(experiment: PolicyExperiment) -> Iterator[ConfigProblem]:
+    """Settings of the algorithm that contradict each other, the rest of the experiment, or the ranks that train."""
+    ppo = experiment.ppo
+    ranks = [mesh.dims.dp for role, mesh in experiment.known_meshes.items() if role in ("actor", "critic")]
+    dp = max(ranks, default=1)  # each cuts its own answers into mini-batches
+    if ppo.kl.coef > 0.0 and experiment.ref is None:
+        yield ConfigProblem(
+            f"ppo.kl.coef {ppo.kl.coef} needs a reference model, and there is none",
+            "give ref.path (the model that the actor starts from), or set ppo.kl.coef: 0",
+            path=("ppo", "kl", "coef"),
+        )
+    if ppo.distillation.coef > 0.0 and not experiment.has_teacher:
+        yield ConfigProblem(
+            f"ppo.distillation.coef {ppo.distillation.coef} needs a teacher, and there is none",
+            "give teacher.path (a better model with the actor's tokenizer), or set ppo.distillation.coef: 0",
+            path=("ppo", "distillation", "coef"),
+        )
+    if ppo.needs_critic and experiment.critic is None:
+        yield ConfigProblem(
+            f"ppo.advantage {ppo.advantage} needs a critic, and there is none",
+            "give a critic, or set ppo.advantage: group_relative",
+            path=("ppo", "advantage"),
+        )
+    answers = experiment.train_batch_size * ppo.group_size // dp
+    if ppo.n_minibatches > answers >= 1:
+        prompts = -(-ppo.n_minibatches * dp // ppo.group_size)
+        yield ConfigProblem(
+            f"ppo.n_minibatches {ppo.n_minibatches} is more than the answers of a data-parallel rank: "
+            f"{experiment.train_batch_size} prompts x {ppo.group_size} answers / {dp} ranks = {answers}",
+            f"at most {answers}, or raise train_batch_size to at least {prompts}",
+            path=("ppo", "n_minibatches"),
+        )
+
+
+def _of_teachers(experiment: PolicyExperiment, served: Mapping[str, Path | None]) -> Iterator[ConfigProblem]:
+    """Teachers that do not read what the actor writes, or are not there for every row.
+
+    Args:
+        served: the directories of those outside of the trial, as far as they are known, by the key of each.
+    """
+    own = {experiment.key_of(role): experiment.models[role].path for role in experiment.teacher_roles}
+    teachers, top_k = {**own, **served}, experiment.ppo.distillation.top_k
+    names, sources = experiment.taught_sources, experiment.dataset.sources
+    for key, path in teachers.items():
+        if path is not None:
+            yield from _of_one_teacher(path, experiment.actor.path, key=key, top_k=top_k)
+    if teachers and top_k is not None and experiment.actor.shared_prompts != "off":
+        yield ConfigProblem(
+            "ppo.distillation.top_k asks each answer for tokens of its own, and with actor.shared_prompts answers "
+            "that begin alike are asked once",
+            "set actor.shared_prompts: off",
+            path=("actor", "shared_prompts"),
+        )
+    if len(teachers) > max(1, len(set(names))):
+        yield ConfigProblem(
+            f"{' and '.join(teachers)} say who is learned from on the same rows",
+            "keep one of all rows, or one of each source in `teachers` or `rollout.teachers`",
+            path=("teacher",),
+        )
+    if names and set(names) != sources.keys():
+        yield ConfigProblem(
+            f"teachers are named {', '.join(names)}, and dataset.sources {', '.join(sources) or 'nothing'}: each "
+            "source has one",
+            "name teachers as the sources, or give one `teacher` of all rows",
+            path=("teachers",),
+        )
+
+
+def _of_one_teacher(teacher: Path, actor: Path, *, key: str, top_k: int | None) -> Iterator[ConfigProblem]:
+    """A teacher that does not read what the actor writes; it may know more tokens, and have more rows to fill up.
+
+    Args:
+        top_k: how many of its own tokens it tells the actor, which then has to know all of them.
+    """
+    own, actors = (read_vocabulary(one) for one in (teacher, actor))
+    if own is not None and actors is not None and (others := sorted(dict(actors.items() - own.items()))):
+        yield ConfigProblem(
+            f"{key} has another tokenizer than the actor: {len(others)} of the actor's {len(actors)} tokens are others "
+            f"to it, such as {others[0]!r}",
+            "take a teacher of the actor's family, with the same tokenizer: it scores the actor's tokens one by one",
+            path=(key, "path"),
+        )
+    rows, needed = (model_sizes(one).get("vocab_size") for one in (teacher, actor))
+    if rows is not None and needed is not None and rows < needed:
+        yield ConfigProblem(
+            f"{key} has a vocabulary of {rows}, the actor one of {needed}: it cannot read all that the actor may write",
+            "take a teacher with at least as many rows of embeddings",
+            path=(key, "path"),
+        )
+    elif rows != needed and top_k is not None and rows is not None and needed is not None:
+        yield ConfigProblem(
+            f"{key} has a vocabulary of {rows}, the actor one of {needed}: it may tell of tokens that the actor lacks",
+            "take a teacher with as many rows of embeddings, or leave out ppo.distillation.top_k",
+            path=(key, "path"),
+        )
+    elif needed is not None and top_k is not None and top_k > needed:
+        yield ConfigProblem(
+            f"ppo.distillation.top_k {top_k} is more than the vocabulary of {needed}",
+            f"at most {needed}; 20 to 100 are usual",
+            path=("ppo", "distillation", "top_k"),
+        )
+
+
+def _of_served_teachers(experiment: PolicyExperiment, keys: str) -> Iterator[ConfigProblem]:
+    """What teachers outside of the trial cannot say."""
+    temperature = experiment.rollout.sampling.temperature
+    if temperature != 1.0:
+        yield ConfigProblem(
+            f"{keys} says log-probabilities at temperature 1, as servers give those of prompts, and answers "
+            f"are sampled at {temperature:g}",
+            "sample at 1, or take a `teacher` of the trial",
+            path=("rollout", "sampling", "temperature"),
+        )
+    if experiment.dataset.names_temperatures:
+        yield ConfigProblem(
+            f"{keys} says log-probabilities at temperature 1, and rows say at which answers are sampled",
+            "leave out columns.temperature of dataset, or take a `teacher` of the trial",
+            path=("dataset",),
+        )
+    if experiment.ppo.distillation.top_k is not None:
+        yield ConfigProblem(
+            f"{keys} says how likely given tokens are, and cannot name others by their ids",
+            "leave out ppo.distillation.top_k, or take a `teacher` of the trial",
+            path=("ppo", "distillation", "top_k"),
+        )
+
+
+def _of_keys(experiment: PolicyExperiment) -> Iterator[ConfigProblem]:
+    """Interfaces, losses and advantages of the user's own that read what nobody makes."""
+    made = {*experiment.trajectory_keys, *(key for call in experiment.training_calls() for key in call.output_keys)}
+    made |= {"rewards", *experiment.declared_names(experiment.ppo.advantage, "outputs")}
+    for path, import_path, call_type in (
+        (("actor", "interface"), experiment.actor.implementation, CallType.TRAIN_STEP),
+        (("ppo", "advantage"), experiment.ppo.advantage, None),
+        (("ppo", "loss"), experiment.ppo.loss, None),
+    ):
+        if missing := [key for key in experiment.declared_names(import_path, "inputs", call_type) if key not in made]:
+            yield ConfigProblem(
+                f"{dotted(path)} {import_path} reads {', '.join(missing)}, and no call makes that",
+                "let a reward_model.interface or a call of your own make it: see docs/customize.md",
+                path=path,
+            )
+
+
+def _of_async_ppo(experiment: AsyncPPOExperiment) -> Iterator[ConfigProblem]:
+    """Episodes, the judge, groups, lengths and servers that do not go with the rest of the experiment."""
+    if experiment.rollout.environment is not None:
+        yield from environment_problems(experiment, experiment.rollout.environment)
+    shown, path = experiment.rollout.demonstrations, ("rollout", "demonstrations")
+    yield from check_field(shown, "an answer to show", experiment.checked_dataset, path)
+    yield from check_admission(experiment.rollout, train_batch_size=experiment.train_batch_size)
+    yield from check_judge(experiment.rollout.judge, experiment.parsed_allocation)
+    yield from _of_episodes(experiment) if experiment.rollout.makes_episodes else ()
+    if experiment.rollout.agent in _SHOWS_TOOLS and not experiment.rollout.agent_settings.get("call"):
+        yield from _of_shown_tools(experiment.length_limits().prompts)
+    advantage = experiment.ppo.advantage
+    if experiment.rollout.drop_uniform_groups and advantage in ("gae", "rewards_to_go", "none"):
+        yield ConfigProblem(
+            f"rollout.drop_uniform_groups drops prompts that teach ppo.advantage: {advantage} something: "
+            "only where answers are compared with each other are equal rewards nothing",
+            "set it to false, or ppo.advantage to group_relative or rloo",
+            path=("rollout", "drop_uniform_groups"),
+        )
+    if experiment.evaluation is not None:
+        key, bounds = ("evaluation", "sampling", "max_new_tokens"), experiment.engine_bounds
+        yield from check_length(experiment.evaluation.dataset, experiment.evaluation.sampling, bounds, key)
+    if experiment.weights.encoding == "lora" and experiment.actor.lora is None:
+        yield ConfigProblem(
+            "weights.transport: lora sends adapters, and the actor has none",
+            "give actor.lora, such as {rank: 16, alpha: 32}, or set weights.transport: shared_memory",
+            path=("weights", "transport"),
+        )
+    if (engine := experiment.parsed_allocation.generation) is not None:
+        yield from _of_servers(experiment, engine)
+
+
+def environment_problems(experiment: AsyncPPOExperiment, environment: EnvironmentConfig) -> Iterator[ConfigProblem]:
+    """Files that hold no tasks, held-out tasks that nothing names, a model that nobody can talk to."""
+    dataset, evaluation = experiment.dataset, experiment.evaluation
+    group = experiment.groups.get("rollout_worker", GroupConfig()).scheduling
+    if group is not None and group.container_image is not None and environment.python is None:
+        yield ConfigProblem(
+            "rollout.environment.python is not set, and rollout workers start in a container",
+            "give the path of a Python that is there in that image and here, where tasks are listed",
+            path=("rollout", "environment"),
+        )
+    from corral.experiments.prompts.chat_template import ChatTemplate  # only who has an environment pays for Jinja
+
+    try:
+        ChatTemplate.of_model(experiment.actor.path)
+    except ValueError as error:
+        message, hint = message_and_hint(error)
+        yield ConfigProblem(f"an environment speaks in messages: {message}", hint, path=("actor", "path"))
+    yield from check_tasks(dataset, ("dataset", "path"))
+    if evaluation is None:
+        if environment.held_out_args is not None:
+            yield ConfigProblem(
+                "rollout.environment.held_out_args has no effect: nothing is held out",
+                "add `evaluation`, or remove it",
+                path=("rollout", "environment", "held_out_args"),
+            )
+        return
+    yield from check_tasks(evaluation.dataset, ("evaluation", "dataset", "path"))
+    has_args, has_file = environment.held_out_args is not None, evaluation.dataset.is_named
+    if has_args and has_file:
+        yield ConfigProblem(
+            "rollout.environment.held_out_args and evaluation.dataset.path both say which tasks are held out",
+            "remove one of them",
+            path=("evaluation", "dataset", "path"),
+        )
+    if not has_args and not has_file:
+        yield ConfigProblem(
+            "which tasks are held out is not said",
+            "set rollout.environment.held_out_args, such as {taskset: {split: test}}; or name in "
+            "evaluation.dataset.path a file of tasks: lines of the tasks.jsonl of another trial",
+            path=("evaluation", "dataset"),
+        )
+
+
+def _of_episodes(experiment: AsyncPPOExperiment) -> Iterator[ConfigProblem]:
+    """Sequences of episodes that do not fit what all that read or make them can take."""
+    path, longest = ("rollout", "episode", "max_tokens"), experiment.rollout.episode.max_tokens
+    if longest is None:
+        return
+    for name, limit in experiment.episode_bounds().items():
+        if longest > limit:
+            yield ConfigProblem(
+                f"a sequence of {longest} tokens does not fit {name} = {limit}",
+                f"lower rollout.episode.max_tokens to {limit}, or leave it out: it is then as long as all can take",
+                path=path,
+            )
+    if longest <= experiment.dataset.max_prompt_tokens:
+        yield ConfigProblem(
+            f"a prompt of {experiment.dataset.max_prompt_tokens} tokens leaves no room for an answer in {longest}",
+            "raise rollout.episode.max_tokens, or lower dataset.max_prompt_tokens",
+            path=path,
+        )
+
+
+def _of_servers(experiment: AsyncPPOExperiment, engine: EngineAllocation) -> Iterator[ConfigProblem]:
+    """Servers that the allocation or the model contradicts."""
+    group, gpus = experiment.groups.get("generation_server", GroupConfig()), engine.dims.tp
+    uses_sglang = engine.backend == "sglang"
+    yield from check_sglang(
+        experiment.sglang,
+        is_used=uses_sglang,
+        is_in_container=group.scheduling is not None and group.scheduling.container_image is not None,
+    )
+    yield from check_backend_settings(experiment.engine, experiment.weights, backend=engine.backend)
+    yield from check_server_gpus(group, gpus_per_server=gpus)
+    if uses_sglang:
+        has_gpus = group.scheduling is None or group.scheduling.gpu > 0
+        yield from check_parallel_flags(experiment.sglang.flags, gpus_per_server=gpus, has_gpus=has_gpus)
+        yield from check_heads(experiment.actor.path, experiment.sglang.flags, gpus_per_server=gpus)
+        yield from check_mixture(experiment.actor.path)
+        samplings = {
+            "rollout": experiment.rollout.sampling,
+            "evaluation": experiment.evaluation and experiment.evaluation.sampling,
+        }
+        for part, sampling in samplings.items():
+            if sampling and sampling.min_p > 0.0 and experiment.sglang.flags.get("enable-deterministic-inference"):
+                yield ConfigProblem(
+                    f"{part}.sampling.min_p {sampling.min_p:g}: SGLang's deterministic inference draws by seeds, "
+                    "and ends where min_p is asked of it",
+                    "use top_p, or remove sglang.flags.enable-deterministic-inference",
+                    path=(part, "sampling", "min_p"),
+                )
+    elif engine.backend == "hf":
+        yield from check_embedded_model(experiment.actor.path, remedy="use SGLang: sglang:d1 in place of hf:d1")
+
+
+def _of_shown_tools(prompts: PromptEncoder) -> Iterator[ConfigProblem]:
+    """A model whose chat template cannot show it the tools of the agent `tools`, or cannot write calls of them."""
+    hint = "set rollout.agent_settings.call to the pattern of a call in text, or use a model whose template has tools"
+    try:
+        lacking = prompts.chat.lacks_for_tools
+    except ValueError as error:
+        lacking = message_and_hint(error)[0]
+    if lacking:
+        yield ConfigProblem(f"the agent calls tools: {lacking}", hint, path=("rollout", "agent_settings"))

@@ -10,7 +10,15 @@ class HintedError(Exception):
 
 
 class RuleError(HintedError, ValueError):
-    """A value that breaks a rule."""
+    """A value that breaks a rule.
+
+    Args:
+        key: of a mapping with several keys, the key to change.
+    """
+
+    def __init__(self, message: str, hint: str = "", *, key: str = "") -> None:
+        super().__init__(message, hint)
+        self.key = key
 
 
 def message_and_hint(error: BaseException) -> tuple[str, str]:

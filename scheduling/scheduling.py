@@ -222,7 +222,10 @@ class Scheduling(JobOptions):
     """Environment variables of the task, beside the inherited ones."""
 
     @model_validator(mode="after")
-    def _gpu_type_needs_a_gpu(self) -> "Scheduling":
+    def _settings_have_an_effect(self) -> "Scheduling":
+        if self.container_mounts and self.container_image is None:
+            rule = "container_mounts has no effect without container_image"
+            raise RuleError(rule, "set container_image, or remove it", key="container_mounts")
         if self.gpu_type is not None and self.gpu == 0:
             raise RuleError(f"gpu_type {self.gpu_type!r} has no effect with gpu=0", "set gpu or remove gpu_type")
         return self

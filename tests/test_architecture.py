@@ -80,9 +80,9 @@ RANKS: dict[str, list[set[str]]] = {
         {"checks", "host_memory"},
         {"loading"},
         {"experiment", "recipes"},
-        {"policy", "problems", "row_experiment", "specs"},
-        {"policy_problems"},
+        {"policy", "row_experiment", "specs"},
         {"plan", "async_ppo", "ppo"},
+        {"problems"},
         {"registry"},
     ],
 }

@@ -152,3 +152,19 @@ def dataset_warnings(
     if evaluation is not None and kind == "preferences" and evaluation.model_fields_set & {"sampling", "more"}:
         yield "evaluation.sampling and evaluation.more have no effect: nothing is answered where rows are preferences"
     yield from checked.warnings
+
+
+def check_tasks(dataset: DatasetConfig, path: KeyPath) -> Iterator[ConfigProblem]:
+    """A file of rows that no environment has listed."""
+    if not dataset.is_named:
+        return
+    try:
+        rows = [row for _, _, row in Look(Dataset.open(dataset, kind="prompts"))]
+    except ValueError:
+        return  # the checks of data say so
+    if without := [row.place for row in rows if not isinstance(row.fields.get("task"), dict)]:
+        yield ConfigProblem(
+            f"{without[0]} has no task: with rollout.environment rows are tasks that it has listed",
+            "remove the path, and they are listed at submission; or name the tasks.jsonl of another trial",
+            path=path,
+        )

@@ -192,7 +192,19 @@ class PPOConfig(FrozenConfig):
             for name in [] if is_used else changed(self, names):
                 is_of_algorithm = PRESETS.get(self.algorithm or "", {}).get(name) == getattr(self, name)
                 way = f"algorithm: {self.algorithm} sets it: choose another" if is_of_algorithm else "remove it"
-                raise RuleError(f"{name} has no effect without {reason}", way)
+                raise RuleError(f"{name} has no effect without {reason}", way, key=name)
+        if self.advantage == "none" and self.distillation.coef == 0.0:
+            raise RuleError(
+                "advantage none reads no rewards, and distillation.coef 0 no teacher: nothing would be learned",
+                "set ppo.distillation.coef: 1, or ppo.advantage: group_relative",
+                key="advantage",
+            )
+        if self.advantage in ("group_relative", "rloo", "opo") and self.group_size < 2:
+            raise RuleError(
+                f"{self.advantage} advantages compare the answers to one prompt: with group_size 1 they are all 0",
+                "ppo.group_size: 8 is usual, 2 the least",
+                key="group_size",
+            )
         if self.loss_reduction == "fixed_divisor" and self.loss_divisor is None:
             raise RuleError("loss_reduction fixed_divisor needs loss_divisor", "the most tokens of an answer is usual")
         if self.overlong_buffer is not None and self.overlong_buffer > (self.overlong_limit or self.overlong_buffer):

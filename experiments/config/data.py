@@ -209,6 +209,14 @@ class EvaluationConfig(FrozenConfig):
     without eval/: accuracy, reward/mean, pass@8, loss, or aime/accuracy of one of `more`. Of a name that ends in loss
     the lowest is the best, of all others the highest. None keeps the last weights, and those that `control` says."""
 
+    @model_validator(mode="after")
+    def _looks_at_all_rows(self) -> Self:
+        if self.dataset.sampler is not None:
+            raise RuleError(
+                "held-out rows are all looked at each time, and none is drawn", "remove evaluation.dataset.sampler"
+            )
+        return self
+
     @property
     def datasets(self) -> dict[str, DatasetConfig]:
         """All held-out rows by name, which for those of `dataset` is empty."""

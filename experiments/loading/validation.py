@@ -26,7 +26,7 @@ from corral.experiments.errors import (
     show_value,
 )
 from corral.experiments.loading.schema import field_at, key_paths, model_at, names_of_entries, purpose
-from corral.scheduling.errors import message_and_hint
+from corral.scheduling.errors import RuleError, message_and_hint
 
 Model = TypeVar("Model", bound=BaseModel)
 _LARGEST = 1_000_000_000
@@ -213,7 +213,10 @@ def explain(error: ValidationError, model: type[BaseModel], source: ConfigSource
     """The problems behind a ValidationError, one per key, in the order of the file."""
     problem_by_path: dict[KeyPath, ConfigProblem] = {}
     for details in error.errors(include_url=False):
-        path = _known_path(details["loc"], model)
+        path, broken = _known_path(details["loc"], model), details.get("ctx", {}).get("error")
+        if isinstance(broken, RuleError) and broken.key:  # of a class: one of its keys
+            path, given = (*path, broken.key), details["input"]
+            details["input"] = given.get(broken.key) if isinstance(given, Mapping) else given
         if path not in problem_by_path:
             problem_by_path[path] = _problem(details, path, model, source)
     return list(problem_by_path.values())

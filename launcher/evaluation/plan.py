@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from corral.experiments.checks.environment import check_tasks
+from corral.experiments.checks.data import check_tasks
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig, EvaluationSampling, RowKind
 from corral.experiments.config.rollout import EngineConfig, RolloutConfig
 from corral.experiments.datasets.dataset import Dataset, Look, dataset_spec

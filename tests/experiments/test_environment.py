@@ -5,23 +5,33 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
-from corral.experiments.checks.environment import check_environment
 from corral.experiments.config.base import merged
+from corral.experiments.config.cluster import GroupConfig
 from corral.experiments.config.data import DatasetConfig, EvaluationConfig
 from corral.experiments.config.environment import EnvironmentConfig
+from corral.experiments.config.model import ActorModelConfig
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.errors import ConfigError
 from corral.experiments.inputs.environment_tasks import find_environment
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
+from corral.experiments.problems import environment_problems
 from corral.experiments.registry import load_experiment
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.worker_specs import EnvironmentSpec, RolloutWorkerSpec
 from corral.launcher.submit.prepare import changed_environment, kept_rows
+from corral.scheduling.scheduling import default_scheduling
 from tests.environments import PACKAGES, add_template, give_tokenizer, needs_environments
 from tests.experiments.broken_yaml import write_inputs
 
+OWN = (
+    "rollout.environment.id=adding",
+    "rollout.environment.args={}",
+    "train_batch_size=1",
+    "rollout.environment.held_out_args={taskset: {num_tasks: 2}}",
+)
 RECIPE = Path(__file__).parents[2] / "experiments" / "recipes" / "arithmetic_environment.yaml"
 
 
@@ -34,9 +44,7 @@ def load(folder: Path, *overrides: str) -> AsyncPPOExperiment:
     """The recipe with an environment of three tasks."""
     write_inputs(folder)
     give_tokenizer(folder / "model")
-    own = ["rollout.environment.id=adding", "rollout.environment.args={}", "train_batch_size=1"]
-    held_out = ["rollout.environment.held_out_args={taskset: {num_tasks: 2}}"]
-    experiment = load_experiment(RECIPE, [f"actor.path={folder / 'model'}", *own, *held_out, *overrides])
+    experiment = load_experiment(RECIPE, [f"actor.path={folder / 'model'}", *OWN, *overrides])
     assert isinstance(experiment, AsyncPPOExperiment)
     return experiment
 
@@ -100,40 +108,44 @@ def test_it_is_not_started_for_a_trial_that_cannot_be_anyway(tmp_path: Path) -> 
     assert "verifiers" not in str(refused.value)
 
 
-def problems(
-    folder: Path, *, rollout: dict[str, Any], held_out: bool = True, is_in_container: bool = False, rows: str = ""
-) -> list[str]:
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("agent", "agent has no effect: the environment adding plays"),
+        ("reward", "the environment adding gives the rew"),
+    ],
+)
+def test_settings_beside_an_environment_that_it_takes_the_place_of_are_refused(key: str, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RolloutConfig.model_validate({"environment": {"id": "adding"}, key: "my.module:name"})
+
+
+def problems(folder: Path, *, held_out: bool = True, image: str | None = None, rows: str = "") -> list[str]:
     """What is wrong with an environment beside other settings."""
     environment = EnvironmentConfig(id="adding", held_out_args={} if held_out else None)
     (folder / "rows.jsonl").write_text(rows)
-    path = folder / "rows.jsonl" if rows else None
-    found = check_environment(
-        RolloutConfig.model_validate(rollout),
-        environment,
-        DatasetConfig(path=path),
-        EvaluationConfig(dataset=DatasetConfig()),
-        model=folder,
-        is_in_container=is_in_container,
+    scheduling = default_scheduling()["rollout_worker"].model_copy(update={"container_image": image})
+    experiment = AsyncPPOExperiment(
+        name="e",
+        actor=ActorModelConfig(path=folder),
+        rollout=RolloutConfig(environment=environment),
+        dataset=DatasetConfig(path=folder / "rows.jsonl" if rows else None),
+        evaluation=EvaluationConfig(dataset=DatasetConfig()),
+        groups={"rollout_worker": GroupConfig(scheduling=scheduling)},
     )
-    return [problem.message for problem in found]
+    return [problem.message for problem in environment_problems(experiment, environment)]
 
 
 def test_what_contradicts_an_environment_is_refused(tmp_path: Path) -> None:
-    [message] = problems(tmp_path, rollout={})
+    [message] = problems(tmp_path)
     assert message.startswith(f"an environment speaks in messages: model {tmp_path} has no chat template")
     add_template(tmp_path)
-    assert problems(tmp_path, rollout={}) == []
-    assert problems(tmp_path, rollout={"agent": "my.agents:solve"}) == [
-        "rollout.agent has no effect: the environment adding plays"
-    ]
-    assert problems(tmp_path, rollout={"reward": "my.rewards:judge"}) == [
-        "rollout.reward has no effect: the environment adding gives the rewards"
-    ]
-    assert problems(tmp_path, rollout={}, held_out=False) == ["which tasks are held out is not said"]
-    [message] = problems(tmp_path, rollout={}, is_in_container=True)
+    assert problems(tmp_path) == []
+    assert problems(tmp_path, held_out=False) == ["which tasks are held out is not said"]
+    [message] = problems(tmp_path, image="image.sif")
     assert message.startswith("rollout.environment.python is not set")
     rows = '{"prompt": "1+1=", "task": {"prompt": "1+1="}}\n{"prompt": "2+1="}\n'
-    [message] = problems(tmp_path, rollout={}, rows=rows)
+    [message] = problems(tmp_path, rows=rows)
     assert message.endswith("rows.jsonl:2 has no task: with rollout.environment rows are tasks that it has listed")
 
 
