@@ -32,7 +32,6 @@ _MAX_FOLLOWED = 20
 _MAX_DETAILS = 20
 _MAX_UIDS = 5  # of prompts that were dropped for one reason
 _OUTSIDE = (EndState.NODE_FAILED, EndState.PREEMPTED, EndState.TIMED_OUT, EndState.CANCELLED)
-_STARTED = {"supervisor_started": "supervisor", "redis_started": "redis"}
 _SAME_EVENT_S = 60.0  # SLURM tells about a dead node long after its workers were seen to end
 _SLURM_LINE = re.compile(
     r"slurmstepd: error|srun: error|oom.kill|exceeded memory limit|DUE TO (TIME LIMIT|PREEMPTION|NODE FAILURE)|"

@@ -469,7 +469,7 @@ class ShownTrial:
             **self._part(directory.journal_path, lambda _: _events(directory)),
             **self._part(directory.samples_path, self._said),
             # Of all workers' files the master's says when there is a further step.
-            **self._part(spans_path(directory.timeline_path, MASTER), self._timeline),
+            **self._part(spans_path(directory.timeline_path, MASTER), lambda _: {"timeline": timeline_of(self.facts)}),
         }
 
     def _part(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
@@ -484,9 +484,6 @@ class ShownTrial:
         lines = read_metrics(path)
         calls = [call.name for call in self._plan.master.step_plan.graph.step_calls] if self._plan else []
         return {**curves_of(lines, most=self._points), "times": _times(step_times_of(lines, calls=calls))}
-
-    def _timeline(self, path: Path) -> dict[str, Any]:
-        return {"timeline": timeline_of(self.facts)}
 
     def _said(self, path: Path) -> dict[str, Any]:
         if self._plan is None or not path.exists():

@@ -50,8 +50,6 @@ class Complaint(StrEnum):
     LIMIT = r"accounting/qos policy|usage threshold|submit limit"
     """Of the QOS or the account."""
     TIME_LIMIT = r"requested time limit|--time(-min)?\b|time-min"
-    BEGIN = r"--begin"
-    DEADLINE = r"--deadline|deadline time"
     TIME = r"invalid time specified"
     """The moment of the start."""
     NODE_NAMES = r"invalid node name|--nodelist|number of nodes|node count"

@@ -333,7 +333,8 @@ def _worker_state(
         if life.exit:
             return WorkerState.ENDED
         return WorkerState.UNKNOWN if life.started_at else WorkerState.NOT_STARTED
-    if record is None and life.exit and _is_ending(evidence):
+    is_ending = evidence.is_done or evidence.is_stopped or evidence.stop_request is not None
+    if record is None and life.exit and is_ending:  # nobody starts it again
         return WorkerState.ENDED
     if worker in evidence.given_up:
         return WorkerState.GIVEN_UP
@@ -354,11 +355,6 @@ def _worker_state(
         return WorkerState.RESTARTING
     patience_s = _MASTER_START_S if worker == MASTER else evidence.facts.setup_timeout_s
     return WorkerState.STARTING if evidence.trial_now - life.started_at < patience_s else WorkerState.MISSING
-
-
-def _is_ending(evidence: Evidence) -> bool:
-    """Whether the trial ends its workers, so that nobody starts them again."""
-    return evidence.is_done or evidence.is_stopped or evidence.stop_request is not None
 
 
 def _are_nodes_gone(evidence: Evidence, worker: str) -> bool:

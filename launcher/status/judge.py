@@ -140,7 +140,7 @@ def describe(evidence: Evidence) -> TrialStatus:
         nodes=len(nodes) or (job.num_nodes if job else None),
         job_id=evidence.job_id,
         attempt=evidence.attempt.attempt if evidence.attempt else None,
-        note=_join(cause, *troubles, *_alarms(evidence)),
+        note=_join(cause, *troubles, *(f"ALARM: {finding.text}" for finding in evidence.findings if finding.is_alarm)),
         cause=cause,
         troubles=troubles,
         numbers=headline(metrics),
@@ -309,10 +309,6 @@ def _how_attempt_ended(evidence: Evidence) -> str:
     if ended is None:
         return "ended without a word"
     return f"ended {ended.state}" + (f" ({ended.cause})" if ended.cause else "")
-
-
-def _alarms(evidence: Evidence) -> list[str]:
-    return [f"ALARM: {finding.text}" for finding in evidence.findings if finding.is_alarm]
 
 
 def _told(evidence: Evidence) -> Iterator[str]:

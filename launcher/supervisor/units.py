@@ -145,10 +145,6 @@ MASTER_UNIT = "master_worker/0"
 TRAINER_UNIT = "model_worker"
 
 
-def _failure_by(ended: TaskExit) -> EndState:
-    return EndState.OOM if ended.returncode == WorkerExit.OUT_OF_MEMORY else EndState.FAILED
-
-
 class TrialPhase(StrEnum):
     """What the whole trial is doing."""
 
@@ -388,7 +384,8 @@ class UnitMachine:
             if unit.spec.is_optional or unit.spec.is_beside:
                 unit.phase, unit.is_given_up = UnitPhase.WAITING, True
                 return [GiveUpUnit(unit.spec.name, cause)]
-            return self._terminate(_failure_by(first), cause, now, failed=first.task)
+            outcome = EndState.OOM if first.returncode == WorkerExit.OUT_OF_MEMORY else EndState.FAILED
+            return self._terminate(outcome, cause, now, failed=first.task)
         pause_s = growing_pause(unit.in_a_row, first_s=FIRST_PAUSE_S, longest_s=MAX_PAUSE_S)
         unit.restarts += 1
         unit.phase = UnitPhase.WAITING

@@ -16,12 +16,6 @@ def guard(*, timeout_s: float = 60.0, seed: int = 0) -> GangGuard:
     return GangGuard(NAMES, timeout_s=timeout_s, chance=random.Random(seed))
 
 
-def test_steps_wait_until_the_whole_gang_is_there() -> None:
-    gang = guard()
-    assert gang.look({"model_worker"}, 0.0) is None and not gang.is_assembled
-    assert gang.look(set(NAMES), 1.0) is None and gang.is_assembled
-
-
 def test_time_in_the_queue_counts_only_while_nodes_are_there() -> None:
     gang = guard(timeout_s=60.0)
     for now in range(0, 100_000, 1000):

@@ -557,8 +557,6 @@ def test_a_refusal_of_slurm_is_told_with_its_key_and_what_was_asked_for() -> Non
         ("allocation failure: Requested node configuration is not available", Complaint.NODES),
         ("allocation failure: Required node not available (down, drained or reserved)", Complaint.NODES),
         ("allocation failure: Invalid time specified", Complaint.TIME),
-        ("sbatch: error: Invalid --begin specification", Complaint.BEGIN),
-        ("sbatch: error: Incompatible begin and deadline time specification", Complaint.DEADLINE),
         ("Requested time limit is invalid (missing or exceeds some limit)", Complaint.TIME_LIMIT),
         ("Required partition not available (inactive or drain)", Complaint.PARTITION),
         ("Access denied to requested reservation", Complaint.RESERVATION),
