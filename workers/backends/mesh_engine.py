@@ -228,7 +228,38 @@ class MeshEngine(ABC):
         self._optimizer.zero_grad()
         self._backward(self._micro_batches(sample, keeps_groups=keeps_groups, temperature=temperature), loss)
         sums.add({_SQUARED_NORM: self._squared_norm()})
-        return self._apply_gradients(config, count, self._over_mesh(sums), may_step)
+
+        # Clip and step, or skip: all ranks decide alike because they decide on the same sums.
+        total = self._over_mesh(sums)
+        of_loss, of_stats = total.pop(_OF_LOSS, count), total.pop(_OF_STATS, count)
+        if of_loss == 0.0:
+            self._optimizer.zero_grad()
+            return _SKIPPED | {"train/skipped_empty": 1.0}
+        scale = count / of_loss  # gradients were divided by `count`, before the loss could say by what
+        norm = math.sqrt(total.pop(_SQUARED_NORM)) * scale
+        means = {name: value / (of_loss if name == "loss" else of_stats) for name, value in total.items()}
+        tokens = {"train/tokens": of_stats}
+        if not (math.isfinite(norm) and math.isfinite(total["loss"])):
+            self._optimizer.zero_grad()
+            self.num_nonfinite += 1
+            return _SKIPPED | {"train/skipped_nonfinite": 1.0} | tokens
+        if may_step is not None and not may_step(means):
+            self._optimizer.zero_grad()
+            return means | _SKIPPED | {"train/skipped_early_stop": 1.0} | tokens
+        scale *= min(1.0, config.gradient_clipping / norm) if norm > 0.0 else 1.0
+        if scale != 1.0:
+            for tensor in self._trained_tensors():
+                if tensor.grad is not None:
+                    local(tensor.grad).mul_(scale)
+        rate = learning_rate(config, step=self.step, total_steps=self.total_steps)
+        if self._hosted is not None:
+            self._hosted.bring_back()
+        self._make_step(rate)
+        self._optimizer.zero_grad()
+        self._put_moments_away()
+        self.step += 1
+        self.is_damaged = not self._are_weights_finite()
+        return means | _SKIPPED | {"train/grad_norm": norm, "train/lr": rate} | tokens
 
     @torch.no_grad()
     def forward(
@@ -281,39 +312,6 @@ class MeshEngine(ABC):
         if not self.context.is_dp_head:  # the ranks of one data-parallel rank have made the same sums
             own = dict.fromkeys(own, 0.0) | {_SQUARED_NORM: own[_SQUARED_NORM]}
         return self.context.sum_over_mesh(own)
-
-    def _apply_gradients(
-        self, config: OptimizerConfig, count: float, total: dict[str, float], may_step: StepCondition | None
-    ) -> dict[str, float]:
-        """Clip and step, or skip; all ranks decide alike because they decide on the same sums."""
-        of_loss, of_stats = total.pop(_OF_LOSS, count), total.pop(_OF_STATS, count)
-        if of_loss == 0.0:
-            self._optimizer.zero_grad()
-            return _SKIPPED | {"train/skipped_empty": 1.0}
-        scale = count / of_loss  # gradients were divided by `count`, before the loss could say by what
-        norm, count = math.sqrt(total.pop(_SQUARED_NORM)) * scale, of_stats
-        means = {name: value / (of_loss if name == "loss" else of_stats) for name, value in total.items()}
-        if not (math.isfinite(norm) and math.isfinite(total["loss"])):
-            self._optimizer.zero_grad()
-            self.num_nonfinite += 1
-            return _SKIPPED | {"train/skipped_nonfinite": 1.0, "train/tokens": count}
-        if may_step is not None and not may_step(means):
-            self._optimizer.zero_grad()
-            return means | _SKIPPED | {"train/skipped_early_stop": 1.0, "train/tokens": count}
-        scale *= min(1.0, config.gradient_clipping / norm) if norm > 0.0 else 1.0
-        if scale != 1.0:
-            for tensor in self._trained_tensors():
-                if tensor.grad is not None:
-                    local(tensor.grad).mul_(scale)
-        rate = learning_rate(config, step=self.step, total_steps=self.total_steps)
-        if self._hosted is not None:
-            self._hosted.bring_back()
-        self._make_step(rate)
-        self._optimizer.zero_grad()
-        self._put_moments_away()
-        self.step += 1
-        self.is_damaged = not self._are_weights_finite()
-        return means | _SKIPPED | {"train/grad_norm": norm, "train/lr": rate, "train/tokens": count}
 
     def _make_step(self, rate: float) -> None:
         """One update of weights and moments with the gradients as they are."""

@@ -113,17 +113,13 @@ class MeshCalls:
             What it did to the weights, if it is a train step; and why the step goes on without some samples, by uid: no
             other call of the step may have taken them before.
         """
-        mesh, shares, replies = await self._run(call, uids, version=version, is_last_slice=is_last_slice)
-        if call.call_type is CallType.GENERATE:
-            return None, self._take_in_answers(replies)
-        reply = next((reply for reply in replies.values() if isinstance(reply, TrainReply)), None)
-        if reply is None:
-            for head, share in zip(mesh.dp_heads, shares, strict=True):
-                note_held(share, call.output_keys, (head,))
-        return reply, {}
-
-    def _take_in_answers(self, replies: Mapping[int, ReplyPayload]) -> dict[str, str]:
-        """Note what ranks have made of prompts; what they had to give up, the step goes on without."""
+        mesh, shares, replies = await self._ask(call, uids, version=version, is_last_slice=is_last_slice)
+        if call.call_type is not CallType.GENERATE:
+            trained = next((reply for reply in replies.values() if isinstance(reply, TrainReply)), None)
+            if trained is None:
+                for head, share in zip(mesh.dp_heads, shares, strict=True):
+                    note_held(share, call.output_keys, (head,))
+            return trained, {}
         dropped: dict[str, str] = {}
         for rank, reply in replies.items():
             for sample in buffered(reply, owner=rank) if isinstance(reply, MetadataReply) else ():
@@ -131,7 +127,7 @@ class MeshCalls:
                     dropped[sample.uid] = sample.dropped_because
                 else:
                     self.buffer.fill(sample)
-        return dropped
+        return None, dropped
 
     async def reallocate(self, source: ModelName, target: ModelName, *, eta: float) -> None:
         """Let a model take over another one's weights: eta of them, and 1 - eta of its own."""
@@ -143,7 +139,7 @@ class MeshCalls:
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int
     ) -> StatsReply | HeldOutReply:
         """Statistics of some held-out rows, or what came out of problems of the call's own, on all ranks."""
-        _, _, replies = await self._run(call, uids, version=version, is_last_slice=True)
+        _, _, replies = await self._ask(call, uids, version=version, is_last_slice=True)
         sums, failures = defaultdict[str, dict[str, float]](dict), dict[str, str]()
         for reply in replies.values():
             if isinstance(reply, StatsReply):
@@ -154,20 +150,17 @@ class MeshCalls:
                 failures = reply.failures | failures
         return HeldOutReply(sums=sums, failures=failures)
 
-    async def _run(
+    async def _ask(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_slice: bool
     ) -> tuple[Mesh, Shares, Mapping[int, ReplyPayload]]:
-        """The call's mesh, the share of each data-parallel rank, and the replies by rank."""
+        """The call's mesh, the share of each data-parallel rank, and every rank's reply to its own share of the call.
+
+        Ranks that hold inputs of others give them meanwhile.
+        """
         for hook in call.pre_hooks:
             await self.reallocate(hook.source, call.model_name, eta=_COPY)
         mesh = self.spec.mesh(call.model_name)
         shares = self._dealer.deal(call, self.buffer.find(uids))
-        return mesh, shares, await self._ask(call, mesh, shares, version=version, is_last_slice=is_last_slice)
-
-    async def _ask(
-        self, call: ModelFunctionCall, mesh: Mesh, shares: Shares, *, version: int, is_last_slice: bool
-    ) -> Mapping[int, ReplyPayload]:
-        """Every rank's reply to its own share of the call; those that hold inputs of others give them meanwhile."""
         share_by_ranks = dict(zip(self._ranks_of_shares[call.model_name], shares, strict=True))
         transfers = self._transfers.plan(share_by_ranks.items(), call.input_keys)
         self._moved_bytes += transfers.size_bytes
@@ -186,7 +179,7 @@ class MeshCalls:
         # A rank that lacks what it is to give says so, and nobody waits in vain for it.
         _, replies = await all_or_first_error(self.trainers.tell(gives), self.trainers.start(requests))
         transfers.note_arrival()
-        return replies
+        return mesh, shares, replies
 
     def _request(
         self,
@@ -241,7 +234,11 @@ class Dealer:
             return [samples]
         dealt, shares = self._last.get(mesh.ranks, ([], [[] for _ in range(mesh.dims.dp)]))
         if dealt != samples:
-            shares = self._deal_anew(call, mesh, samples)
+            flops = forward_flops((sample.num_tokens for sample in samples), self._shapes[mesh.ranks])
+            costs = [cost or 1.0 for cost in flops]  # nobody knows how long the answers to a prompt will be
+            owners = _owners(samples, call.input_keys, self._dp_ranks[mesh.ranks])
+            parts = partition_near_owners(costs, owners, num_parts=mesh.dims.dp)
+            shares = [[samples[index] for index in part] for part in parts]
             if call.call_type is not CallType.GENERATE:  # its answers will have other lengths than its prompts
                 self._last[mesh.ranks] = samples, shares
         return shares
@@ -249,13 +246,6 @@ class Dealer:
     def forget(self) -> None:
         """What was dealt will not be asked for again: the next step's samples can have the memory of these."""
         self._last.clear()
-
-    def _deal_anew(self, call: ModelFunctionCall, mesh: Mesh, samples: Sequence[BufferedSample]) -> Shares:
-        flops = forward_flops((sample.num_tokens for sample in samples), self._shapes[mesh.ranks])
-        costs = [cost or 1.0 for cost in flops]  # nobody knows how long the answers to a prompt will be
-        owners = _owners(samples, call.input_keys, self._dp_ranks[mesh.ranks])
-        parts = partition_near_owners(costs, owners, num_parts=mesh.dims.dp)
-        return [[samples[index] for index in part] for part in parts]
 
 
 def _owners(samples: Sequence[BufferedSample], keys: Sequence[str], dp_ranks: Mapping[int, int]) -> list[int | None]:

@@ -128,8 +128,22 @@ class Commits(AsyncClosing):
             as `settle`
         """
         await self.settle()
-        with self._epoch.during("copy", self._trainers.workers):
-            moment = await self._take_moment(step, version)
+        epoch = self._epoch
+
+        async def copy(role: str) -> None:
+            state = await epoch.disk.run(checkpoint.folder, state_folder(role))
+            weights = None
+            if role != epoch.spec.published_role or self._weights.written is None:
+                weights = await epoch.disk.run(checkpoint.folder, epoch.weights_folder(role))
+            await self._trainers.begin_save(role, state, weights, copies=epoch.spec.control.commit_beside_training)
+
+        # Guarantee: the ledger, the lines, the published weights and what the ranks copy are of one moment, since
+        # nothing is trained, dropped or published until all of them are taken.
+        with epoch.during("copy", self._trainers.workers):
+            checkpoint = await epoch.disk.run(CheckpointWriter, epoch.trial, epoch=epoch.writer.epoch, step=step)
+            *_, moment = await all_or_first_error(
+                *map(copy, epoch.roles), epoch.disk.run(self._take_files, checkpoint, version)
+            )
         self.begun_step = step
         self._in_flight = asyncio.create_task(self._write(moment))
         self._in_flight.add_done_callback(lambda _: self._trainers.news.set())
@@ -163,29 +177,6 @@ class Commits(AsyncClosing):
 
     # What it stands for
 
-    async def _take_moment(self, step: int, version: PolicyVersion) -> CommitMoment:
-        """What a commit stands for, as it is now; when this returns, training may go on.
-
-        Guarantee: the ledger, the lines, the published weights and what the ranks have copied are of one moment, since
-        nothing is trained, dropped or published until all of them are taken.
-        """
-        epoch = self._epoch
-        checkpoint = await epoch.disk.run(CheckpointWriter, epoch.trial, epoch=epoch.writer.epoch, step=step)
-        *_, moment = await all_or_first_error(
-            *[self._begin_save(checkpoint, role) for role in epoch.roles],
-            epoch.disk.run(self._take_files, checkpoint, version),
-        )
-        assert isinstance(moment, CommitMoment), moment
-        return moment
-
-    async def _begin_save(self, checkpoint: CheckpointWriter, role: str) -> None:
-        epoch = self._epoch
-        state = await epoch.disk.run(checkpoint.folder, state_folder(role))
-        weights = None
-        if role != epoch.spec.published_role or self._weights.written is None:
-            weights = await epoch.disk.run(checkpoint.folder, epoch.weights_folder(role))
-        await self._trainers.begin_save(role, state, weights, copies=epoch.spec.control.commit_beside_training)
-
     def _take_files(self, checkpoint: CheckpointWriter, version: PolicyVersion) -> CommitMoment:
         if self._weights.written is not None:
             checkpoint.link(WEIGHTS, self._weights.written)
@@ -200,44 +191,34 @@ class Commits(AsyncClosing):
     # Until it counts
 
     async def _write(self, moment: CommitMoment) -> None:
-        started, step = time.monotonic(), moment.checkpoint.step
-        if problems := await self._finish(moment):
-            await self._epoch.disk.run(moment.checkpoint.give_up)
-            await self._note_failure(step, problems)
+        """Wait until the ranks have written what they copied, and name it in the trial log; a failure is told."""
+        epoch, checkpoint, started = self._epoch, moment.checkpoint, time.monotonic()
+        results = await all_or_first_error(*map(self._trainers.written, epoch.roles))
+        written = dict(zip(epoch.roles, results, strict=True))
+        self._lacks_room = any(one.lacks_room for one in results)
+        if problems := {worker: text for one in results for worker, text in one.problems.items()}:
+            await epoch.disk.run(checkpoint.give_up)
+            await self._note_failure(checkpoint.step, problems)
             return
-        written = time.monotonic()
-        self._writing_s += written - started
-        span = Span(lane="commits", name=f"commit step {step}", start_s=started, end_s=written)
-        self._epoch.context.presence.record(span)
-        if self._failed_in_a_row:
-            self._failed_in_a_row = 0
-            await self._tell(step, is_alarm=False, text=f"step {step} could be committed", causes=[])
-        await self._remove_old()
-
-    async def _finish(self, moment: CommitMoment) -> Mapping[str, str]:
-        """Wait until the ranks have written what they copied, and name it in the trial log.
-
-        Returns:
-            What the file system said, by worker, if any could not write; then nothing was named.
-        """
-        epoch, checkpoint = self._epoch, moment.checkpoint
-        written = dict(
-            zip(epoch.roles, await all_or_first_error(*map(self._trainers.written, epoch.roles)), strict=True)
-        )
-        problems = {worker: text for one in written.values() for worker, text in one.problems.items()}
-        self._lacks_room = any(one.lacks_room for one in written.values())
-        if problems:
-            return problems
-        for role, one in written.items():
-            checkpoint.add(state_folder(role), one.state)
-            if one.weights:
+        for role, files in written.items():
+            checkpoint.add(state_folder(role), files.state)
+            if files.weights:
                 folder, extra = epoch.weights_folder(role), {"version": moment.extra["version"]}
-                sealed = await epoch.disk.run(write_manifest, checkpoint.path / folder, one.weights, extra)
+                sealed = await epoch.disk.run(write_manifest, checkpoint.path / folder, files.weights, extra)
                 checkpoint.add(folder, sealed.files)
         await epoch.disk.run(self._append, moment)
         self.ledger.mark_committed(moment.delta)
         self.committed_step = checkpoint.step
-        return {}
+        ended = time.monotonic()
+        self._writing_s += ended - started
+        span = Span(lane="commits", name=f"commit step {checkpoint.step}", start_s=started, end_s=ended)
+        epoch.context.presence.record(span)
+        if self._failed_in_a_row:
+            self._failed_in_a_row = 0
+            await self._tell(
+                checkpoint.step, is_alarm=False, text=f"step {checkpoint.step} could be committed", causes=[]
+            )
+        await self._remove_old()
 
     def _append(self, moment: CommitMoment) -> None:
         checkpoint, delta = moment.checkpoint, moment.delta

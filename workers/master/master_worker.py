@@ -65,7 +65,7 @@ A whole asynchronous step:
             model/model_worker.py at the ranks, backends/files/weights.py for weights, train_state.py for what training
             resumes from, checkpoint/ledger.py, which refuses a sample twice, and
             experiments/trial/log.py, whose entries mean what log_state.py says
-     9      `_publish` below, manager/fleet.py
+     9      `_publish` in step.py, manager/fleet.py
     11      checkpoint/checkpoint.py, followed by gserver_manager.py and rollout_worker.py
     12      `_main` and `_recover` below, trainer_group.py, checkpoint/checkpoint.py, backends/train_state.py;
             epoch.py: what the ranks have loaded, held against the plan

@@ -283,7 +283,13 @@ class DatasetSource:
         batch: list[str] = []
         while len(batch) < min(self.batch_size, remaining):
             taken = self._take(min(self.batch_size, remaining) - len(batch))
-            samples = {sample.uid: sample for sample in await self._samples(taken)}
+            if self.next_order is None:
+                found = await self.holders.load_rows(taken)
+            else:
+                numbered = enumerate(taken, start=self.next_order)
+                self.next_order += len(taken)
+                found = [_prompt(uid, order, tries=self._tries[uid]) for order, uid in numbered]
+            samples = {sample.uid: sample for sample in found}
             for sample in map(samples.__getitem__, taken):
                 if sample.dropped_because:
                     self.on_drop(sample.uid, sample.dropped_because)
@@ -300,13 +306,6 @@ class DatasetSource:
             if not self.buffer.is_consumed(uid):
                 taken.append(uid)
         return taken
-
-    async def _samples(self, uids: Sequence[str]) -> list[BufferedSample]:
-        if self.next_order is None:
-            return await self.holders.load_rows(uids)
-        numbered = enumerate(uids, start=self.next_order)
-        self.next_order += len(uids)
-        return [_prompt(uid, order, tries=self._tries[uid]) for order, uid in numbered]
 
     async def give_back(self, batch: Sequence[str]) -> None:
         self.holders.clear(self.buffer.release(batch))

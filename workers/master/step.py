@@ -109,6 +109,7 @@ class TrainerEpoch:
             CannotContinueError: no step was trained, since all prompts were dropped.
             CommitFailedError: the same, because what is trained cannot be written.
         """
+        epoch = self.epoch
         async with self._watch, self.commits, self.evaluations:
             await self._begin()
             while not self._is_complete():
@@ -116,7 +117,67 @@ class TrainerEpoch:
                 batch = await self._next_batch()
                 if batch is None:
                     return await self._stop()
-                await self._train(batch)
+                if not batch:
+                    continue  # the last prompts were dropped
+
+                # The calls of the graph; one of them publishes the weights that it has made.
+                started = time.monotonic()
+                with epoch.during("train step", self.trainers.workers):
+                    outcome = await StepRunner(
+                        epoch.graph,
+                        self.calls,
+                        batch,
+                        version=self._step,
+                        publish=self._publish,
+                        on_progress=self._show,
+                        record=epoch.context.presence.record,
+                    ).run()
+                for notice in outcome.notices:
+                    await epoch.tell(notice, step=self._step + 1)
+                for uid, reason in outcome.dropped.items():
+                    self.drops(uid, reason)
+                self._free(outcome.dropped)
+                batch = [uid for uid in batch if uid not in outcome.dropped]
+                if not outcome.by_call:
+                    continue  # nothing is left of the batch
+                if outcome.num_nonfinite or outcome.is_damaged:
+                    await self._note_nonfinite(outcome, batch)
+                else:
+                    self._nonfinite_in_a_row = 0
+                if outcome.is_skipped:
+                    await self.source.give_back(batch)
+                    continue
+
+                # What the calls learned counts from here on: it is in the ledger, and in the next commit.
+                self._step += 1
+                self._ledger.train(self._step, batch)
+                self.drops.since_step.clear()
+                await epoch.end_alarm(_DROPPED, "a train step has its prompts again", step=self._step)
+                await self.source.note_trained(batch)
+                spent = self._take_waits()
+                spent["time/train_s"] = time.monotonic() - started - spent["time/publish_s"]
+                spent["data/transfer_bytes"] = float(self.calls.end_step())
+                await epoch.disk.run(self._add_lines, outcome.metrics() | spent, batch)
+                started = time.monotonic()
+                if not self.commits.covers(self._step) and self._commits_due.is_due(self._progress()):
+                    await self.commits.begin(self._step, self.version)
+                    self._commits_due.note(self._progress())
+                self._waits["time/commit_s"] += time.monotonic() - started
+                epoch.context.presence.beat(version=str(self.version))
+
+                # What nobody needs any more goes; what is to stay is exported.
+                self._free(batch)
+                await self.weights.remove_old(self.version)
+                if self._exports.is_due(now := self._progress()):
+                    await self.weights.export(f"step-{self._step:08d}", self.version)
+                    self._exports.note(now)
+                # Guarantee: the train steps of an epoch have no gaps; time spent in vain is part of the next step.
+                start_s, self._step_since = self._step_since, time.monotonic()
+                span = Span(
+                    lane=STEPS, name=f"step {self._step}", start_s=start_s, end_s=self._step_since, step=self._step
+                )
+                epoch.context.presence.record(span)
+
             if not self._step:
                 raise CannotContinueError(
                     f"nothing was trained: {self.drops.describe() or 'there are no prompts'}. Change the prompts, the "
@@ -126,7 +187,7 @@ class TrainerEpoch:
                 return await self._stop()
             await self._commit_all()
             await self.weights.export("final", self.version)
-            await self.epoch.disk.run(self.epoch.writer.done)
+            await epoch.disk.run(epoch.writer.done)
             return Outcome.COMPLETE
 
     async def _begin(self) -> None:
@@ -203,61 +264,6 @@ class TrainerEpoch:
             await self.commits.begin(self._step, self.version)
 
     # The calls on it
-
-    async def _train(self, batch: list[str]) -> None:
-        """Let the calls of the graph run on a batch; what they learned counts from here on, and is committed later."""
-        if not batch:
-            return
-        epoch, started = self.epoch, time.monotonic()
-        with epoch.during("train step", self.trainers.workers):
-            outcome = await StepRunner(
-                epoch.graph,
-                self.calls,
-                batch,
-                version=self._step,
-                publish=self._publish,
-                on_progress=self._show,
-                record=epoch.context.presence.record,
-            ).run()
-        for notice in outcome.notices:
-            await epoch.tell(notice, step=self._step + 1)
-        for uid, reason in outcome.dropped.items():
-            self.drops(uid, reason)
-        self._free(outcome.dropped)
-        batch = [uid for uid in batch if uid not in outcome.dropped]
-        if not outcome.by_call:
-            return  # nothing is left of the batch
-        if outcome.num_nonfinite or outcome.is_damaged:
-            await self._note_nonfinite(outcome, batch)
-        else:
-            self._nonfinite_in_a_row = 0
-        if outcome.is_skipped:
-            await self.source.give_back(batch)
-            return
-        self._step += 1
-        self._ledger.train(self._step, batch)
-        self.drops.since_step.clear()
-        await self.epoch.end_alarm(_DROPPED, "a train step has its prompts again", step=self._step)
-        await self.source.note_trained(batch)
-        spent = self._take_waits()
-        spent["time/train_s"] = time.monotonic() - started - spent["time/publish_s"]
-        spent["data/transfer_bytes"] = float(self.calls.end_step())
-        await epoch.disk.run(self._add_lines, outcome.metrics() | spent, batch)
-        await self._commit_if_due()
-        epoch.context.presence.beat(version=str(self.version))
-        self._free(batch)
-        await self.weights.remove_old(self.version)
-        if self._exports.is_due(now := self._progress()):
-            await self.weights.export(f"step-{self._step:08d}", self.version)
-            self._exports.note(now)
-        self._end_step()
-
-    def _end_step(self) -> None:
-        """Guarantee: the train steps of an epoch are without gaps, and what was tried in vain is of the next one."""
-        start_s, self._step_since = self._step_since, time.monotonic()
-        name = f"step {self._step}"
-        span = Span(lane=STEPS, name=name, start_s=start_s, end_s=self._step_since, step=self._step)
-        self.epoch.context.presence.record(span)
 
     async def _publish(self) -> None:
         """The present step has made weights: they go to whoever generates before the step is over."""
@@ -359,13 +365,6 @@ class TrainerEpoch:
         return True
 
     # A commit
-
-    async def _commit_if_due(self) -> None:
-        started = time.monotonic()
-        if not self.commits.covers(self._step) and self._commits_due.is_due(self._progress()):
-            await self.commits.begin(self._step, self.version)
-            self._commits_due.note(self._progress())
-        self._waits["time/commit_s"] += time.monotonic() - started
 
     async def _commit_all(self) -> None:
         """Commit whatever is not, and wait for it."""

@@ -54,9 +54,9 @@ class StepOutcome:
 
     graph: DataflowGraph
     train_replies: dict[str, list[TrainReply]] = field(default_factory=dict)
-    """Of the train steps, by call; one per go."""
+    """Of the train steps, by call; one per slice."""
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Where the time of each call's goes went, by metric: `time/CALL_s` while it ran, `time/CALL/inputs_s` until its
+    """Where the time of each call's slices went, by metric: `time/CALL_s` while it ran, `time/CALL/inputs_s` until its
     input keys were there, `time/CALL/for_OTHER_s` by call that it waited for, `time/CALL/ranks_s` until its ranks had
     ended other calls."""
     dropped: dict[str, str] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class StepOutcome:
 
 
 def joined(replies: Sequence[TrainReply]) -> TrainReply:
-    """Several goes as one: means of the statistics, sums of the counts."""
+    """Several slices as one: means of the statistics, sums of the counts."""
     names = dict.fromkeys(name for reply in replies for name in reply.stats)
     means = {name: [reply.stats[name] for reply in replies if name in reply.stats] for name in names}
     return TrainReply(
@@ -163,63 +163,49 @@ class StepRunner:
         return self._outcome
 
     async def _run_call(self, call: ModelFunctionCall) -> None:
-        self._outcome.seconds |= dict.fromkeys(
-            [f"time/{call.name}{part}" for part in ("_s", "/inputs_s", "/ranks_s")], 0.0
-        )
-        is_ended = True  # a call that takes nothing is followed by nothing
-        while not self._state.is_over(call.name):
-            if uids := await self._inputs(call):
-                is_ended = await self._run_slice(call, uids)
-        if not is_ended:
-            await self._run_slice(call, [])
-
-    async def _run_slice(self, call: ModelFunctionCall, uids: Sequence[str]) -> bool:
-        """One slice of a call, and what follows it if it is the last; whether it is.
+        """Slice after slice of a call: wait for inputs, then for ranks, run, and hand on weights after the last slice.
 
         What follows a call depends on how its slices ended, not on whether one of them was known to be the last: calls
-        before it may drop all samples that it had still to take.
+        before it may drop all samples that it had still to take. Then a slice without samples ends it.
         """
-        asked, state, outcome = time.monotonic(), self._state, self._outcome
-        async with self._locks.hold(call.name, self.calls.ranks_of(call)):
-            started = time.monotonic()
-            self._running.add(call.name)
+        name, state, outcome, ranks = call.name, self._state, self._outcome, self.calls.ranks_of(call)
+        outcome.seconds |= dict.fromkeys([f"time/{name}{part}" for part in ("_s", "/inputs_s", "/ranks_s")], 0.0)
+        is_ended = True  # a call that takes nothing is followed by nothing
+        while not (state.is_over(name) and is_ended):
+            while (uids := state.next_slice(name)) is None and not state.is_over(name):
+                waits_for, started = state.waits_for(name), time.monotonic()
+                await self._changed.wait()
+                parts = ["/inputs", *(f"/for_{other}" for other in waits_for)]
+                self._note(call, f"wait for {', '.join(waits_for)}", started, time.monotonic(), parts=parts)
+            if not uids and is_ended:
+                return  # all that remained was dropped meanwhile
+            uids = uids or []
+
+            asked = time.monotonic()
+            async with self._locks.hold(name, ranks):
+                started = time.monotonic()
+                self._running.add(name)
+                self._report()
+                is_ended = state.is_last_slice(name, uids)
+                trained, dropped = await self.calls.run_call(call, uids, version=self.version, is_last_slice=is_ended)
+                if trained is not None:
+                    outcome.train_replies.setdefault(name, []).append(trained)
+                replies = outcome.train_replies.get(name) if is_ended else None
+                if replies and not (learned := joined(replies)).is_skipped and not learned.is_damaged:
+                    for hook in call.post_hooks:
+                        if isinstance(hook, PublishWeightsHook):
+                            await self.publish()
+                        elif isinstance(hook, PushWeightsHook):
+                            await self.calls.reallocate(call.model_name, hook.target, eta=hook.eta)
+                self._running.remove(name)
+            self._note(call, "wait for ranks", asked, started, parts=["/ranks"])
+            self._note(call, name, started, time.monotonic(), parts=[""])
+            state.finish_slice(name, uids)
+            state.drop(dropped)
+            outcome.dropped.update(dropped)
             self._report()
-            is_last_slice = state.is_last_slice(call.name, uids)
-            trained, dropped = await self.calls.run_call(call, uids, version=self.version, is_last_slice=is_last_slice)
-            if trained is not None:
-                outcome.train_replies.setdefault(call.name, []).append(trained)
-            if is_last_slice:
-                await self._hand_on_weights(call)
-            self._running.remove(call.name)
-        self._note(call, "wait for ranks", asked, started, parts=["/ranks"])
-        self._note(call, call.name, started, time.monotonic(), parts=[""])
-        state.finish_slice(call.name, uids)
-        state.drop(dropped)
-        outcome.dropped.update(dropped)
-        self._report()
-        self._changed.set()
-        self._changed = asyncio.Event()
-        return is_last_slice
-
-    async def _hand_on_weights(self, call: ModelFunctionCall) -> None:
-        """Weights that have changed, and are sound, go where they are wanted."""
-        replies = self._outcome.train_replies.get(call.name)
-        if not replies or (learned := joined(replies)).is_skipped or learned.is_damaged:
-            return
-        for hook in call.post_hooks:
-            if isinstance(hook, PublishWeightsHook):
-                await self.publish()
-            elif isinstance(hook, PushWeightsHook):
-                await self.calls.reallocate(call.model_name, hook.target, eta=hook.eta)
-
-    async def _inputs(self, call: ModelFunctionCall) -> list[str]:
-        """The samples of the next go; none if all that remained was dropped meanwhile."""
-        while (uids := self._state.next_slice(call.name)) is None and not self._state.is_over(call.name):
-            waits_for, started = self._state.waits_for(call.name), time.monotonic()
-            await self._changed.wait()
-            parts = ["/inputs", *(f"/for_{other}" for other in waits_for)]
-            self._note(call, f"wait for {', '.join(waits_for)}", started, time.monotonic(), parts=parts)
-        return uids or []
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     def _note(self, call: ModelFunctionCall, what: str, start_s: float, end_s: float, *, parts: Sequence[str]) -> None:
         """Where the time of a call went: in these parts of its metrics, and in its lane."""
@@ -257,7 +243,7 @@ class StepState:
         return not self._remaining[name]
 
     def is_last_slice(self, name: str, uids: Sequence[str]) -> bool:
-        """Whether nothing remains for a call after this go."""
+        """Whether nothing remains for a call after this slice."""
         return len(uids) == len(self._remaining[name])
 
     def next_slice(self, name: str) -> list[str] | None:

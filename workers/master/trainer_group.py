@@ -185,7 +185,7 @@ class TrainerGroup:
             states={role: str(directory) for role, directory in states.items()},
             step=step,
         )
-        replies = await self._post(dict.fromkeys(range(len(self.workers)), request), deadline_s=math.inf)
+        replies = await self.start(dict.fromkeys(range(len(self.workers)), request), deadline_s=math.inf)
         loaded = [reply.models for reply in replies.values() if isinstance(reply, InitializedReply)]
         return {name: model for models in loaded for name, model in models.items()}
 
@@ -255,14 +255,14 @@ class TrainerGroup:
 
     async def tell(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
         """Non-blocking requests to some ranks."""
-        return await self._post(requests, deadline_s=_CONTROL_DEADLINE_S)
+        return await self.start(requests, deadline_s=_CONTROL_DEADLINE_S)
 
-    async def start(self, requests: Mapping[int, Request]) -> dict[int, ReplyPayload]:
+    async def start(
+        self, requests: Mapping[int, Request], *, deadline_s: float | None = None
+    ) -> dict[int, ReplyPayload]:
         """Requests that may take as long as a step; blocking ones run after those started there before."""
-        return await self._post(requests, deadline_s=self._step_timeout_s)
-
-    async def _post(self, requests: Mapping[int, Request], *, deadline_s: float) -> dict[int, ReplyPayload]:
         by_worker = {self.workers[rank]: request for rank, request in requests.items()}
+        deadline_s = self._step_timeout_s if deadline_s is None else deadline_s
         replies = await self._guard(self._client.post(by_worker, deadline_s=deadline_s).results())
         return {rank: replies[self.workers[rank]] for rank in requests}
 

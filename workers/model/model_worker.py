@@ -69,7 +69,6 @@ from corral.workers.requests.handler import DeferredReply, Envelope, WorkerReque
 from corral.workers.requests.messages import (
     CallRequest,
     ClearDataCache,
-    DataTransfer,
     Evaluate,
     Fetch,
     Generate,
@@ -271,15 +270,49 @@ class ModelWorker(Worker):
     # Requests that the main thread runs, in the order of the master
 
     def _serve(self, stream: WorkerRequestStream, envelope: Envelope) -> None:
-        name = _words(type(envelope.request).__name__)
-        self.context.presence.enter(name, deadline_s=self.context.plan.supervision.step_timeout_s)
+        """Take a call's inputs from other ranks, run the request, move the call's model away if it is to go, reply."""
+        request, presence, models = envelope.request, self.context.presence, self._models
+        name, timeout_s = _words(type(request).__name__), self.context.plan.supervision.step_timeout_s
+        presence.enter(name, deadline_s=timeout_s)
         started = time.monotonic()
+        payload: ReplyPayload = OkReply()
         try:
-            if isinstance(envelope.request, CallRequest) and (take := envelope.request.take) is not None:
-                self._take(take)
-            payload = self._run(envelope)
-            if isinstance(envelope.request, CallRequest) and envelope.request.offloads:
-                self._models.offload(envelope.request.mfc)
+            if isinstance(request, CallRequest) and (take := request.take) is not None:
+                sources = sorted({parcel.source for parcel in take.parcels if self._spec.index in parcel.destinations})
+                waits_for = [f"model_worker/{rank}" for rank in sources]
+                with presence.during("take samples", waits_for=waits_for, deadline_s=timeout_s):
+                    self._plane.take(take.parcels, take.num_tokens)
+            match request:
+                case Initialize():
+                    payload = self._initialize(request, epoch=envelope.epoch)
+                case Generate():
+                    payload = MetadataReply.of(models.generate(request))
+                case Inference():
+                    models.inference(request)
+                case TrainStep():
+                    reply = models.train_step(request)
+                    presence.beat(version=str(request.version + (not reply.is_skipped)))
+                    payload = reply if request.reports else payload
+                case Evaluate():
+                    found = models.evaluate(request)
+                    payload = found if request.reports or isinstance(found, HeldOutReply) else payload
+                case Reallocate():
+                    models.reallocate(request)
+                case SaveWeights():
+                    base = Path(request.base) if request.base else None
+                    directory = Path(request.directory)
+                    files = models.save_weights(request.role, directory, base=base, on_progress=presence.beat)
+                    payload = WrittenReply(weights=files)
+                case SaveCheckpoint():
+                    save = models.role_save(request.role, with_weights=bool(request.weights))
+                    if request.copies:
+                        self._saves.begin(request.role, partial(save.copied().write, request))
+                    else:
+                        self._saves.write_now(request.role, partial(save.write, request), on_progress=presence.beat)
+                case _:
+                    assert_never(request)
+            if isinstance(request, CallRequest) and request.offloads:
+                models.offload(request.mfc)
         except (TransferError, torch.distributed.DistError) as error:
             stream.reply_error(envelope, error)
             raise PeersFailedError(f"{name} failed because another rank is gone: {error}") from error
@@ -288,51 +321,6 @@ class ModelWorker(Worker):
             raise
         stream.reply(envelope, payload)
         logger.debug("%s took %.3f s", name, time.monotonic() - started)
-
-    def _take(self, take: DataTransfer) -> None:
-        sources = sorted({parcel.source for parcel in take.parcels if self._spec.index in parcel.destinations})
-        waits_for = [f"model_worker/{rank}" for rank in sources]
-        timeout_s = self.context.plan.supervision.step_timeout_s
-        with self.context.presence.during("take samples", waits_for=waits_for, deadline_s=timeout_s):
-            self._plane.take(take.parcels, take.num_tokens)
-
-    def _run(self, envelope: Envelope) -> ReplyPayload:
-        request, beat = envelope.request, self.context.presence.beat
-        match request:
-            case Initialize():
-                return self._initialize(request, epoch=envelope.epoch)
-            case Generate():
-                return MetadataReply.of(self._models.generate(request))
-            case Inference():
-                self._models.inference(request)
-            case TrainStep():
-                reply = self._models.train_step(request)
-                beat(version=str(request.version + (not reply.is_skipped)))
-                return reply if request.reports else OkReply()
-            case Evaluate():
-                found = self._models.evaluate(request)
-                return found if request.reports or isinstance(found, HeldOutReply) else OkReply()
-            case Reallocate():
-                self._models.reallocate(request)
-            case SaveWeights():
-                base = Path(request.base) if request.base else None
-                return WrittenReply(
-                    weights=self._models.save_weights(
-                        request.role, Path(request.directory), base=base, on_progress=beat
-                    )
-                )
-            case SaveCheckpoint():
-                self._save(request)
-            case _:
-                assert_never(request)
-        return OkReply()
-
-    def _save(self, request: SaveCheckpoint) -> None:
-        save = self._models.role_save(request.role, with_weights=bool(request.weights))
-        if request.copies:
-            self._saves.begin(request.role, partial(save.copied().write, request))
-        else:
-            self._saves.write_now(request.role, partial(save.write, request), on_progress=self.context.presence.beat)
 
     def _initialize(self, request: Initialize, *, epoch: int) -> InitializedReply:
         """A new epoch: what an earlier one left here is forgotten, and freed before anything is loaded."""

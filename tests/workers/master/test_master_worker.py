@@ -212,6 +212,6 @@ def test_loading_a_model_takes_as_long_as_its_ranks_make_progress(
         return {}
 
     trainers = TrainerGroup(master.context, master._spec, epoch=1)
-    monkeypatch.setattr(trainers, "_post", note)
+    monkeypatch.setattr(trainers, "start", note)
     asyncio.run(trainers.initialize(step=0, weights={"actor": Path("weights")}, states={}))
     assert deadlines == [math.inf]
