@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 W = TypeVar("W")
 
-SCHEMA_VERSION: Final = 12
+SCHEMA_VERSION: Final = 13
 """Rises whenever a plan, or the checkpoints that a trial of it keeps, mean something else than before."""
 
 
@@ -58,7 +58,7 @@ class TrialIdentity(FrozenConfig):
 class RunPlan(FrozenConfig):
     """Everything that a trial's processes need to know."""
 
-    schema_version: Literal[12] = SCHEMA_VERSION
+    schema_version: Literal[13] = SCHEMA_VERSION
     trial: TrialIdentity
     mode: Mode
     """Where the workers run."""
@@ -159,8 +159,7 @@ class RunPlan(FrozenConfig):
     @property
     def total_steps(self) -> int:
         """Train steps of the whole run."""
-        master = self.master
-        return master.control.total_steps(num_rows=master.num_prompts, batch_size=master.train_batch_size)
+        return self.master.total_steps
 
     def worker(self, kind: str, index: int) -> WorkerSpec:
         """The specification of one worker; ValueError if the plan has no such worker."""

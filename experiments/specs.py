@@ -111,9 +111,7 @@ def _trainer_specs(experiment: Experiment, dataset: DatasetSpec) -> Iterator[Wor
             dataset=None if experiment.generates else dataset,
             evaluation=experiment.evaluation,
             held_out=held_out,
-            total_steps=experiment.control.total_steps(
-                num_rows=dataset.num_rows, batch_size=experiment.train_batch_size
-            ),
+            total_steps=master.total_steps,
             **experiment.rank_settings(),
         )
 

@@ -219,6 +219,11 @@ class MasterWorkerSpec(FrozenConfig):
     """When the calls that evaluate are due, besides before the first step and after the last."""
 
     @property
+    def total_steps(self) -> int:
+        """Train steps of the whole run."""
+        return self.control.total_steps(num_rows=self.num_prompts, batch_size=self.train_batch_size)
+
+    @property
     def num_model_workers(self) -> int:
         """Training ranks."""
         return 1 + max(rank for mesh in self.meshes.values() for rank in mesh.ranks)

@@ -84,10 +84,19 @@ class TransformerShape:
     hidden_size: int
     intermediate_size: int
     vocab_size: int
-    attention_size: int
-    """Attention heads x size of a head; mostly, but not always, the hidden size."""
-    key_value_size: int
-    """Key/value heads x size of a head; less than `attention_size` with grouped-query attention."""
+    num_heads: int
+    num_key_value_heads: int
+    """Fewer than `num_heads` with grouped-query attention."""
+    head_dim: int
+
+    @property
+    def query_size(self) -> int:
+        """Mostly, but not always, the hidden size."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        return self.num_key_value_heads * self.head_dim
 
 
 # Balancing needs only the ratio of linear to quadratic work: where the true shape is unknown, that of a 7-billion model
@@ -96,8 +105,9 @@ TYPICAL_SHAPE = TransformerShape(
     hidden_size=3584,
     intermediate_size=18944,
     vocab_size=152064,
-    attention_size=3584,
-    key_value_size=512,
+    num_heads=28,
+    num_key_value_heads=4,
+    head_dim=128,
 )
 
 
@@ -113,10 +123,10 @@ def forward_flops(groups: Iterable[Sequence[int]], shapes: Sequence[TransformerS
     """
     per_token = per_square = 0
     for shape in shapes:
-        projections = 4 * shape.hidden_size * (shape.attention_size + shape.key_value_size)
+        projections = 4 * shape.hidden_size * (shape.query_size + shape.key_value_size)
         mlp = 6 * shape.hidden_size * shape.intermediate_size
         per_token += shape.num_layers * (projections + mlp) + 2 * shape.hidden_size * shape.vocab_size
-        per_square += shape.num_layers * 2 * shape.attention_size
+        per_square += shape.num_layers * 2 * shape.query_size
     return [float(per_token * sum(group) + per_square * sum(map(mul, group, group))) for group in groups]
 
 

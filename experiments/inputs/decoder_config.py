@@ -1,23 +1,15 @@
 """config.json ──► the sizes of its decoder, for the model types whose modules are known here; None for all others."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from corral.experiments.inputs.model_directory import read_config
+from corral.experiments.inputs.model_directory import read_config, transformer_shape
 from corral.scheduling.memory.decoder_sizes import DecoderSizes
 
 _QWEN3_HEAD_DIM = 128  # of transformers' Qwen3Config, where config.json leaves it out
-_SIZES = MappingProxyType(
-    {
-        "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "intermediate_size": "intermediate_size",
-        "vocab_size": "vocab_size",
-        "num_heads": "num_attention_heads",
-    }
-)
 
 
 # config.json of a model ──► whether a training backend computes it as transformers does, and what generates with it.
@@ -81,21 +73,14 @@ def _mixture_refusals(config: Mapping[str, Any]) -> Iterator[str]:
 def decoder_sizes(directory: Path) -> DecoderSizes | None:
     """The sizes of the model in a directory; None if its config.json does not say them, or is of another type."""
     config = read_config(directory) or {}
-    traits = _TRAITS.get(config.get("model_type", ""))
+    traits, shape = _TRAITS.get(config.get("model_type", "")), transformer_shape(directory)
+    if traits is None or shape is None:
+        return None
+    is_tied = config.get("tie_word_embeddings") is True
     try:
-        return None if traits is None else DecoderSizes(**(_common(config) | traits(config)))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return DecoderSizes(**(asdict(shape) | {"is_tied": is_tied} | traits(config)))
+    except (KeyError, TypeError, ValueError):
         return None  # submission says elsewhere what is wrong with the numbers
-
-
-def _common(config: Mapping[str, Any]) -> dict[str, Any]:
-    sizes: dict[str, Any] = {name: _positive(config[key]) for name, key in _SIZES.items()}
-    heads = sizes["num_heads"]
-    return sizes | {
-        "num_key_value_heads": _positive(config.get("num_key_value_heads") or heads),
-        "head_dim": _positive(config.get("head_dim") or sizes["hidden_size"] // heads),
-        "is_tied": config.get("tie_word_embeddings") is True,
-    }
 
 
 def _biases(config: Mapping[str, Any]) -> dict[str, Any]:

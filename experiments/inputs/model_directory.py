@@ -92,14 +92,14 @@ def transformer_shape(directory: Path) -> TransformerShape | None:
     if not sizes.keys() >= _SHAPE_KEYS:
         return None
     heads = sizes["num_attention_heads"]
-    head_size = sizes.get("head_dim", sizes["hidden_size"] // heads)
     return TransformerShape(
         num_layers=sizes["num_hidden_layers"],
         hidden_size=sizes["hidden_size"],
         intermediate_size=sizes["intermediate_size"],
         vocab_size=sizes["vocab_size"],
-        attention_size=heads * head_size,
-        key_value_size=sizes.get("num_key_value_heads", heads) * head_size,
+        num_heads=heads,
+        num_key_value_heads=sizes.get("num_key_value_heads", heads),
+        head_dim=sizes.get("head_dim", sizes["hidden_size"] // heads),
     )
 
 

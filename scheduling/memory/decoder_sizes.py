@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from corral.scheduling.packing import TransformerShape
+
 Output = Literal["vocabulary", "score"]
 """What a model's last layer gives for a token: logits, or one number."""
 
@@ -18,16 +20,9 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderSizes:
+class DecoderSizes(TransformerShape):
     """A decoder as transformers' Llama, Mistral, Qwen2, Qwen3 and their mixtures are: how large everything is."""
 
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
     is_tied: bool = False
     """Whether the output's weight is the embedding's."""
     has_query_biases: bool = False
@@ -50,14 +45,6 @@ class DecoderSizes:
         """A layer without experts and one with them, as far as there are both."""
         dense = next((layer for layer in range(self.num_layers) if layer not in self.sparse_layers), None)
         return [layer for layer in (dense, min(self.sparse_layers, default=None)) if layer is not None]
-
-    @property
-    def query_size(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def key_value_size(self) -> int:
-        return self.num_key_value_heads * self.head_dim
 
 
 def num_parameters(sizes: DecoderSizes, output: Output = "vocabulary") -> int:

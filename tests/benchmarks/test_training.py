@@ -22,7 +22,7 @@ from corral.scheduling.packing import TransformerShape
 
 TINY = SIZES["tiny"]
 SHAPE = TransformerShape(
-    num_layers=3, hidden_size=8, intermediate_size=20, vocab_size=50, attention_size=12, key_value_size=4
+    num_layers=3, hidden_size=8, intermediate_size=20, vocab_size=50, num_heads=3, num_key_value_heads=1, head_dim=4
 )
 
 
@@ -84,7 +84,7 @@ def test_a_step_needs_three_times_what_its_products_and_attention_take(lengths: 
         for _ in range(SHAPE.num_layers):
             for rows, columns in ((8, 12), (8, 4), (8, 4), (12, 8), (8, 20), (8, 20), (20, 8)):
                 products += 2 * length * rows * columns
-            products += 2 * length * length * SHAPE.attention_size  # half of scores, half of values
+            products += 2 * length * length * SHAPE.query_size  # half of scores, half of values
         products += 2 * length * SHAPE.hidden_size * SHAPE.vocab_size
     assert step_flops(lengths, SHAPE) == pytest.approx(3 * products)
 

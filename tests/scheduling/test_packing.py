@@ -207,7 +207,7 @@ def test_work_is_balanced_by_attention_and_not_by_tokens() -> None:
 
 def test_flops_are_counted_as_by_hand() -> None:
     shape = TransformerShape(
-        num_layers=2, hidden_size=8, intermediate_size=16, vocab_size=32, attention_size=12, key_value_size=4
+        num_layers=2, hidden_size=8, intermediate_size=16, vocab_size=32, num_heads=3, num_key_value_heads=1, head_dim=4
     )
     projections = 2 * (8 * 12 + 8 * 4 + 8 * 4 + 12 * 8)
     mlp = 2 * 3 * 8 * 16
@@ -217,7 +217,7 @@ def test_flops_are_counted_as_by_hand() -> None:
 
 
 def test_groups_take_what_their_sequences_take_in_each_model() -> None:
-    other = replace(TYPICAL_SHAPE, hidden_size=896, attention_size=1024)
+    other = replace(TYPICAL_SHAPE, hidden_size=896, num_heads=8)
     groups = [[10, 2000, 7], [], [31]]
     assert forward_flops(groups, [TYPICAL_SHAPE, other, other]) == [
         pytest.approx(sum(sequence_flops(n) + 2 * sequence_flops(n, shape=other) for n in group)) for group in groups
