@@ -20,9 +20,7 @@ from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.gap_watch import FirstPass
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.backends.base import LossOutput, TokenScores
-from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches, plan_micro_batches
-from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.engine.batch import ContinuousBatch
 from corral.workers.engine.decoder import Decoder
@@ -31,10 +29,9 @@ from corral.workers.engine.sampling import SamplingParams
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.trajectories import make_sample
 from corral.workers.requests.messages import TrainNotice
-from tests.workers.backends.training_helpers import optimizer_config
+from tests.workers.backends.training_helpers import optimizer_config, tiny_engine
 from tests.workers.engine.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.workers.episodes.one_turn import judged_answers
-from tests.workers.some_samples import some_of
 
 TEMPERATURE = 0.8
 SAMPLED = BehaviourSpec(sampling=SamplingConfig(temperature=TEMPERATURE))
@@ -118,13 +115,7 @@ class Training:
     """A PPO actor without the decoupled loss: no other forward pass than that of the train step computes anything."""
 
     def __init__(self, directory: Path, *, behaviour: BehaviourSpec = SAMPLED, lr: float = 1e-2, **config: Any) -> None:
-        self.engine = FSDPEngine(
-            directory,
-            context=ParallelContext(),
-            optimizer=optimizer_config(lr=lr),
-            total_steps=100,
-            micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=100),
-        )
+        self.engine = tiny_engine(directory, optimizer=optimizer_config(lr=lr), max_tokens=100)
         settings = PPOConfig(use_decoupled_loss=False, early_stop_imp_ratio=None, **config)
         self.actor = PPOActorInterface(settings, behaviour=behaviour)
 
@@ -332,44 +323,6 @@ def test_foreign_numbers_stay_an_alarm_though_no_token_of_the_present_weights_co
     assert "100% of the step's tokens were compared" in notice.details and "of 8 prompts" in notice.details
     assert notice.causes == []  # differences that are mixed with what was learned name none
     assert not any(notices for _, notices in [steps[1], *steps[3:]])
-
-
-def test_an_alarm_ends_when_as_many_tokens_agree_as_raised_it(weights: Path) -> None:
-    """Eight answers of the present weights agree after an alarm of 32: it stays until the other 24 do, too."""
-    training, maker = Training(weights, lr=1e-30), Maker.of(weights)
-    _, (notice,) = training.train(foreign(maker.answers(version=0)), version=0)
-    assert notice.is_alarm
-    for version in range(1, 4):
-        stats, notices = training.train(some_of(maker.answers(version=version), ["0:p0", "0:p1"]), version=version)
-        assert stats["gap/max"] < EXACT and stats["gap/alarm"] == 1.0 and notices == []
-    stats, (notice,) = training.train(some_of(maker.answers(version=4), ["0:p0", "0:p1"]), version=4)
-    assert stats["gap/alarm"] == 0.0 and not notice.is_alarm
-    assert notice.text.startswith("logprob check: OK, max difference ")
-
-
-def test_numbers_that_become_sound_end_the_alarm_by_tokens_of_older_weights(weights: Path) -> None:
-    steps = run(weights, [1] * 12, is_foreign=lambda version: version in (2, 3), lr=1e-3)
-    alarms = [stats["gap/alarm"] for stats, _ in steps]
-    assert alarms[:5] == [0.0, 0.0, 0.0, 1.0, 1.0] and alarms == sorted(alarms[:4]) + sorted(alarms[4:], reverse=True)
-    end = alarms.index(0.0, 4)
-    _, (notice,) = steps[end]
-    assert (
-        notice.text.startswith("logprob check: OK, mean difference ") and f"weights before version {end}" in notice.text
-    )
-
-
-def test_one_look_that_is_beyond_is_no_alarm(weights: Path) -> None:
-    steps = run(weights, [1] * 6, is_foreign=lambda version: version == 2, lr=1e-3)
-    assert not any(stats["gap/alarm"] for stats, _ in steps)
-
-
-def test_older_tokens_of_few_prompts_have_no_verdict(weights: Path) -> None:
-    training, maker = Training(weights, lr=1e-3), Maker.of(weights)
-    training.train(maker.answers(version=0), version=0)
-    for version in (1, 2, 3):
-        few = foreign(some_of(maker.answers(version=version - 1), [f"0:p{number}" for number in range(7)]))
-        stats, notices = training.train(few, version=version)
-        assert (stats["gap/coverage"], stats["gap/alarm"], stats["drift/prompts"]) == (0.0, 0.0, 7.0) and notices == []
 
 
 def test_truncated_sampling_is_no_gap(weights: Path) -> None:

@@ -9,19 +9,16 @@ from torch import Tensor
 
 from benchmarks.quantized_makers import uncorrected
 from corral.experiments.config.algorithm import PPOConfig
-from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import response_mask
 from corral.workers.algorithms.functional.policy_losses import behaviour_weights, ppo_clip
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
 from corral.workers.backends.base import TokenScores
-from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.micro_batches import make_micro_batches
-from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.requests import GenerationRequest
 from corral.workers.engine.sampling import SamplingParams
-from tests.workers.backends.training_helpers import make_sample, optimizer_config, save_tiny_model
+from tests.workers.backends.training_helpers import make_sample, save_tiny_model, tiny_engine
 
 VOCABULARY = 40
 
@@ -99,13 +96,7 @@ def scored_by(engine: GenerationEngine, sample: SequenceSample) -> "np.ndarray[t
 @pytest.mark.parametrize("cap", [5.0, 1.005])
 def test_the_gap_of_an_int8_maker_is_measured_and_weighed_for(tmp_path: Path, cap: float) -> None:
     directory = save_tiny_model(tmp_path, initializer_range=0.3)
-    trainer = FSDPEngine(
-        directory,
-        context=ParallelContext(),
-        optimizer=optimizer_config(),
-        total_steps=10,
-        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=64),
-    )
+    trainer = tiny_engine(directory, max_tokens=64)
     actor = PPOActorInterface(PPOConfig(is_ratio_mode="token_truncate", is_ratio_clip=cap))
     sample = make_sample([[8, 12, 9, 5], [20, 7, 7, 9]])
     proximal = actor.inference(trainer, sample)["logprobs"]

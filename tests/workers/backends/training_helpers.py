@@ -1,7 +1,7 @@
 """Tiny models and samples for the training tests."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from corral.experiments.config.model import OptimizerConfig
+from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends.base import LossOutput
+from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.micro_batches import MicroBatch
+from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import local
 from corral.workers.data.sequence_sample import SequenceSample
 
@@ -42,6 +45,19 @@ def load_reference(directory: Path) -> Any:
     """The same weights in plain transformers with its slowest, simplest attention."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
     return model.eval()
+
+
+def tiny_engine(
+    directory: Path, context: ParallelContext | None = None, *, max_tokens: int | None = None, **settings: Any
+) -> FSDPEngine:
+    """One that AdamW trains, unless the settings say otherwise."""
+    usual: dict[str, Any] = {
+        "context": context or ParallelContext(),
+        "optimizer": optimizer_config(),
+        "total_steps": 100,
+        "micro_batches": MicroBatchSpec(max_tokens_per_micro_batch=max_tokens),
+    }
+    return FSDPEngine(directory, **usual | settings)
 
 
 def make_sample(
@@ -109,6 +125,23 @@ def memory_changes(run: Callable[[], object]) -> list[int]:
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def kept_bytes(parameters: Iterable[torch.Tensor], forward: Callable[[], object]) -> int:
+    """Of the tensors that gradients will need; one storage counts once, and what is a parameter's does not."""
+    own = {local(parameter).untyped_storage().data_ptr() for parameter in parameters}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor  # alive, or another would get its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    # Afterwards: what was gathered of a layer that is cut is let go, and gathered again.
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 class LargestTensor(TorchDispatchMode):
