@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.utils import logging as transformers_logging
 
 from corral.scheduling.keys import ROUTED_EXPERTS, routed_experts_key
-from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.algorithms.sft import SFTInterface
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
-from tests.workers.backends.training_helpers import VOCAB_SIZE, make_sample, optimizer_config
+from tests.workers.backends.training_helpers import VOCAB_SIZE, make_sample, optimizer_config, tiny_engine
 from tests.workers.engine.tiny_models import generate_greedily
 from tests.workers.some_samples import some_of
 
@@ -137,15 +137,7 @@ def plain_loop(directory: Path) -> tuple[Any, list[float]]:
     return model, norms
 
 
-def make_engine(directory: Path, context: ParallelContext, **settings: Any) -> FSDPEngine:
-    return FSDPEngine(
-        directory,
-        context=context,
-        optimizer=OPTIMIZER,
-        total_steps=100,
-        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=40),
-        **settings,
-    )
+make_engine = partial(tiny_engine, optimizer=OPTIMIZER, max_tokens=40)
 
 
 def share_of(sample: SequenceSample, context: ParallelContext) -> SequenceSample:

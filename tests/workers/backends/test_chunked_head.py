@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,10 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PretrainedConfig,
     Qwen2Config,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import chunked_head
 from corral.workers.backends.chunked_head import (
     ChunkedHead,
@@ -49,6 +45,7 @@ from tests.workers.backends.training_helpers import (
     optimizer_config,
     read_weights,
     save_tiny_model,
+    tiny_engine,
 )
 from tests.workers.some_samples import some_of
 
@@ -361,10 +358,6 @@ def test_scores_that_a_model_has_changed_are_not_taken_for_scores(tmp_path: Path
 MODELS: dict[str, Any] = {
     "qwen2": lambda directory: save_tiny_model(directory),
     "qwen2_tied": lambda directory: save_tiny_model(directory, tie_word_embeddings=True),
-    "qwen3": lambda directory: Qwen3ForCausalLM(tiny(Qwen3Config)).save_pretrained(directory),
-    "llama_tied": lambda directory: LlamaForCausalLM(tiny(LlamaConfig, tie_word_embeddings=True)).save_pretrained(
-        directory
-    ),
 }
 LENGTHS = [[5, 17, 9], [30, 3], [2, 12]]
 UIDS_BY_RANK = (["0:0", "0:1"], ["0:2"])  # rank 1 runs padding beside rank 0's second micro-batch
@@ -375,17 +368,7 @@ OWN_TEMPERATURES = {1: [0.8, 0.8, 0.8, 1.5, 1.5, 0.5, 0.5]}
 CUTS = (slice(0, 6), slice(6, 11))  # rows of the vocabulary by rank, uneven on purpose
 
 
-def make_engine(
-    directory: Path, context: ParallelContext | None = None, *, compute_dtype: torch.dtype = torch.float32
-) -> FSDPEngine:
-    return FSDPEngine(
-        directory,
-        context=context or ParallelContext(),
-        optimizer=optimizer_config(weight_decay=0.0),
-        total_steps=100,
-        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=40),
-        compute_dtype=compute_dtype,
-    )
+make_engine = partial(tiny_engine, optimizer=optimizer_config(weight_decay=0.0), max_tokens=40)
 
 
 def sample_of(step: int) -> SequenceSample:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from corral.experiments.config.algorithm import KLConfig, PPOConfig
-from corral.experiments.config.model import GradientSums
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.algorithms.base import compute_logprobs
 from corral.workers.algorithms.ppo_actor import PPOActorInterface
@@ -30,11 +29,9 @@ from tests.workers.backends.files.stored_states import whole_state
 from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import (
     make_sample,
-    optimizer_config,
     read_weights,
     save_tiny_model,
-    score_loss,
-    value_loss,
+    tiny_engine,
 )
 from tests.workers.shared_prompts.scene import LAYOUTS as SHARING_LAYOUTS
 from tests.workers.shared_prompts.scene import NUM_STEPS_OF_LAYOUTS, train_actor, train_in_layouts
@@ -53,29 +50,6 @@ PPO = PPOConfig(
     advantage_normalization="batch",
     loss_reduction="answer_mean",
 )
-
-
-def make_engine(
-    directory: Path,
-    context: ParallelContext,
-    *,
-    max_tokens: int,
-    head: str = "lm",
-    compute_dtype: torch.dtype = torch.float32,
-    gradient_sums: GradientSums = "each_micro_batch",
-    hosts_optimizer: bool = False,
-) -> FSDPEngine:
-    return FSDPEngine(
-        directory,
-        context=context,
-        head=head,
-        optimizer=optimizer_config(),
-        total_steps=100,
-        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=max_tokens),
-        compute_dtype=compute_dtype,
-        gradient_sums=gradient_sums,
-        hosts_optimizer=hosts_optimizer,
-    )
 
 
 def batch(step: int) -> SequenceSample:
@@ -97,19 +71,6 @@ def train(engine: FSDPEngine, uids: list[str], directory: Path) -> dict[str, Any
     return {"stats": stats, "logprobs": first_logprobs.tolist(), "told": told}
 
 
-def train_classifier(
-    head: str, context: ParallelContext, sample: SequenceSample, model_directory: Path, directory: Path
-) -> list[float]:
-    """Two steps of a model with another head, whose weights are saved; returns what it says afterwards."""
-    engine = make_engine(model_directory, context, max_tokens=48, head=head)
-    loss_fn, counted = {"value": (value_loss, "prompt_mask"), "scalar": (score_loss, "seq_no_eos_mask")}[head]
-    for _ in range(2):
-        engine.train_batch(sample, loss_fn=loss_fn, counted=counted)
-    engine.save_weights(directory / head)
-    (said,) = engine.forward(sample).values()
-    return [float(number) for number in said]
-
-
 def offload_and_count(engine: FSDPEngine) -> int:
     """Bytes of parameters that are left in an offloaded engine."""
     reshard(engine.model)
@@ -122,20 +83,20 @@ def offload_and_count(engine: FSDPEngine) -> int:
 def play_rank(context: ParallelContext, model_directory: Path, directory: Path) -> None:
     """Everything that one of two ranks does."""
     rank = context.rank
-    engine = make_engine(model_directory, context, max_tokens=48)
+    engine = tiny_engine(model_directory, context, max_tokens=48)
     seen: dict[str, Any] = train(engine, UIDS_BY_RANK[rank], directory / "trained")
 
     # Gradients are added up over the ranks after each micro-batch, and once for all of them.
     seen["sums"] = []
     for gradient_sums in ("each_micro_batch", "last_micro_batch"):
-        summing = make_engine(model_directory, context, max_tokens=48, gradient_sums=gradient_sums)
+        summing = tiny_engine(model_directory, context, max_tokens=48, gradient_sums=gradient_sums)
         with patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as sums:
             PPOActorInterface(PPO).train_step(summing, some_of(batch(0), UIDS_BY_RANK[rank]), version=0)
         seen["sums"].append(sums.call_count)
     summing.state_shard().write(directory / "summed once" / "first")
 
     # The state of two ranks, loaded by two ranks that keep it in host memory.
-    resumed = make_engine(model_directory, context, max_tokens=48, hosts_optimizer=True)
+    resumed = tiny_engine(model_directory, context, max_tokens=48, hosts_optimizer=True)
     resumed.load_state(directory / "trained" / "first")
     actor = PPOActorInterface(PPO)
     for step in range(1, NUM_STEPS):
@@ -148,7 +109,7 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
 
     # One rank has nothing at all.
     everything = [uid for uids in UIDS_BY_RANK for uid in uids]
-    lonely = make_engine(model_directory, context, max_tokens=48)
+    lonely = tiny_engine(model_directory, context, max_tokens=48)
     seen["lonely"] = actor.train_step(lonely, some_of(batch(0), everything if rank == 0 else []), version=0)
 
     # More mini-batches than rank 1 has answers.
@@ -174,14 +135,6 @@ def play_rank(context: ParallelContext, model_directory: Path, directory: Path) 
     lonely.import_weights(resumed.export_weights(), eta=0.25)
     lonely.save_weights(directory / "after_blend")
 
-    # Products in bfloat16, of weights that are whole for a moment only.
-    low = make_engine(model_directory, context, max_tokens=48, compute_dtype=torch.bfloat16)
-    seen["bfloat16"] = actor.train_step(low, some_of(batch(0), UIDS_BY_RANK[rank]), version=0)
-
-    # A critic and a reward model.
-    for head in ("value", "scalar"):
-        seen[head] = train_classifier(head, context, some_of(batch(0), UIDS_BY_RANK[rank]), model_directory, directory)
-
     # Answers of a prompt that is computed once for them.
     seen["shared prompts"] = train_in_layouts(context, model_directory, directory / "shared prompts")
     (directory / f"rank-{rank}.json").write_text(json.dumps(seen))
@@ -193,8 +146,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("invariance")
     model_directory = save_tiny_model(directory / "model")
     everything = [uid for uids in UIDS_BY_RANK for uid in uids]
-    single = train(make_engine(model_directory, ParallelContext(), max_tokens=1000), everything, directory / "single")
-    small = train(make_engine(model_directory, ParallelContext(), max_tokens=40), everything, directory / "small")
+    single = train(tiny_engine(model_directory, ParallelContext(), max_tokens=1000), everything, directory / "single")
+    small = train(tiny_engine(model_directory, ParallelContext(), max_tokens=40), everything, directory / "small")
 
     play(play_rank, model_directory, directory, world_size=2, directory=directory)
     pair = [json.loads((directory / f"rank-{rank}.json").read_text()) for rank in range(2)]
@@ -276,7 +229,7 @@ def test_two_ranks_resume_bit_for_bit(scene: dict[str, Any]) -> None:
 def test_a_state_moves_to_another_number_of_ranks_unchanged(scene: dict[str, Any]) -> None:
     directory = scene["directory"]
     assert_close_weights(directory / "single" / "weights", directory / "from_single", atol=0.0)
-    merged = make_engine(directory / "model", ParallelContext(), max_tokens=1000)
+    merged = tiny_engine(directory / "model", ParallelContext(), max_tokens=1000)
     merged.load_state(directory / "trained" / "last")
     assert merged.step == NUM_STEPS
     merged.save_weights(directory / "merged")
@@ -295,14 +248,6 @@ def test_every_mini_batch_is_one_step_even_where_a_rank_has_too_few_answers(scen
         assert seen["mini_batches"]["train/tokens"] == scene["single"]["stats"][0]["train/tokens"]
 
 
-def test_two_ranks_compute_in_bfloat16_what_one_does(scene: dict[str, Any]) -> None:
-    engine = make_engine(scene["directory"] / "model", ParallelContext(), max_tokens=1000, compute_dtype=torch.bfloat16)
-    expected = PPOActorInterface(PPO).train_step(engine, batch(0), version=0)
-    for seen in scene["pair"]:
-        for name in ("ppo/loss", "train/grad_norm"):
-            assert seen["bfloat16"][name] == pytest.approx(expected[name], rel=0.01), name
-
-
 def test_one_ranks_bad_numbers_stop_the_step_on_both(scene: dict[str, Any]) -> None:
     for seen in scene["pair"]:
         assert seen["poisoned"]["train/skipped_nonfinite"] == 1.0
@@ -311,7 +256,7 @@ def test_one_ranks_bad_numbers_stop_the_step_on_both(scene: dict[str, Any]) -> N
 
 def test_a_state_saved_after_a_forward_pass_is_as_good_as_before_it(scene: dict[str, Any]) -> None:
     directory = scene["directory"]
-    engine = make_engine(directory / "model", ParallelContext(), max_tokens=1000)
+    engine = tiny_engine(directory / "model", ParallelContext(), max_tokens=1000)
     engine.load_state(directory / "after_forward")
     engine.save_weights(directory / "restored")
     assert_close_weights(directory / "after_poison", directory / "restored", atol=0.0)
@@ -345,15 +290,3 @@ def test_ranks_compute_a_prompt_once_for_its_answers_unless_they_share_rows(scen
         assert_close_weights(
             scene["directory"] / "each prompt", scene["directory"] / "shared prompts" / layout, atol=1e-5
         )
-
-
-@pytest.mark.parametrize("head", ["value", "scalar"])
-def test_critics_and_reward_models_train_alike_on_one_rank_and_on_two(head: str, scene: dict[str, Any]) -> None:
-    everything = [uid for uids in UIDS_BY_RANK for uid in uids]
-    directory = scene["directory"]
-    expected = train_classifier(
-        head, ParallelContext(), some_of(batch(0), everything), directory / "model", directory / "single"
-    )
-    assert max(map(abs, expected)) > 1e-3
-    np.testing.assert_allclose(scene["pair"][0][head] + scene["pair"][1][head], expected, atol=1e-5)
-    assert_close_weights(directory / head, directory / "single" / head, atol=1e-5)

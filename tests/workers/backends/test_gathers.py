@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from corral.experiments.config.model import LoraConfig
 from corral.workers.backends.files.tensors import write_tensors
-from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.backends.sharding import whole
 from tests.workers.backends.test_memory_estimates import lm_loss
@@ -20,9 +19,9 @@ from tests.workers.backends.trainer_helpers import play
 from tests.workers.backends.training_helpers import (
     LargestTensor,
     make_sample,
-    optimizer_config,
     read_weights,
     save_tiny_model,
+    tiny_engine,
 )
 
 HIDDEN, INNER, VOCABULARY = 64, 96, 64
@@ -51,23 +50,17 @@ def look_at_ranks(world: ParallelContext, folder: Path) -> None:
     seen: dict[str, Any] = {}
     sample = make_sample([[32, 32]])
     model = folder / "model"
-    trained = FSDPEngine(model, context=world, optimizer=optimizer_config(), compute_dtype=torch.bfloat16)
+    trained = tiny_engine(model, world, compute_dtype=torch.bfloat16)
     with Collectives() as collectives:
         trained.train_batch(sample, loss_fn=lm_loss, counted="prompt_mask")
     seen["train"] = collectives.bytes
-    adapted = FSDPEngine(
-        model,
-        context=world,
-        optimizer=optimizer_config(),
-        lora=LoraConfig(rank=4, alpha=8.0),
-        compute_dtype=torch.bfloat16,
-    )
+    adapted = tiny_engine(model, world, lora=LoraConfig(rank=4, alpha=8.0), compute_dtype=torch.bfloat16)
     adapted.train_batch(sample, loss_fn=lm_loss, counted="prompt_mask")
     for name, engine in (("whole", trained), ("adapted", adapted)):
         with LargestTensor(torch.float32) as largest:
             engine.save_weights(folder / name)
         seen[f"{name} in float32"] = largest.numel
-    read = FSDPEngine(model, context=world, optimizer=None, is_held_low=True, compute_dtype=torch.bfloat16)
+    read = tiny_engine(model, world, optimizer=None, is_held_low=True, compute_dtype=torch.bfloat16)
     read.forward(sample)
     seen["is cut"] = all(isinstance(parameter, DTensor) for parameter in read.model.parameters())
     expected = {name: whole(parameter) for name, parameter in trained._trained().items()}
@@ -119,13 +112,7 @@ def test_weights_are_rounded_and_merged_by_their_owners_and_gathered_afterwards(
 def test_a_model_that_is_only_read_is_held_in_the_type_of_its_products_and_says_the_same(tmp_path: Path) -> None:
     directory = save_tiny_model(tmp_path)
     low, high = (
-        FSDPEngine(
-            directory,
-            context=ParallelContext(),
-            optimizer=None,
-            is_held_low=is_held_low,
-            compute_dtype=torch.bfloat16,
-        )
+        tiny_engine(directory, optimizer=None, is_held_low=is_held_low, compute_dtype=torch.bfloat16)
         for is_held_low in (True, False)
     )
     sample = make_sample([[5, 17, 9], [30, 4, 4]])

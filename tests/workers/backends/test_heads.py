@@ -23,7 +23,6 @@ from transformers import (
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.heads import HEADS
-from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.training_helpers import (
     make_sample,
@@ -31,6 +30,7 @@ from tests.workers.backends.training_helpers import (
     read_weights,
     save_tiny_model,
     score_loss,
+    tiny_engine,
     value_loss,
 )
 
@@ -45,14 +45,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_engine(directory: Path, head: str, **overrides: Any) -> FSDPEngine:
-    settings: dict[str, Any] = {
-        "context": ParallelContext(),
-        "head": head,
-        "optimizer": optimizer_config(),
-        "total_steps": 100,
-        "micro_batches": MicroBatchSpec(max_tokens_per_micro_batch=40),
-    }
-    return FSDPEngine(directory, **(settings | overrides))
+    return tiny_engine(directory, max_tokens=40, head=head, **overrides)
 
 
 def train(engine: FSDPEngine, head: str) -> None:

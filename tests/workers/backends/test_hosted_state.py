@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from corral.experiments.config.model import LoraConfig, OptimizerConfig
 from corral.workers.backends.fsdp.engine import FSDPEngine
-from corral.workers.backends.parallel_context import ParallelContext
+from corral.workers.backends.host_copies import Blocks
 from tests.workers.backends.test_optimizers import likelihood, sample_of
-from tests.workers.backends.training_helpers import optimizer_config, read_weights, save_tiny_model
+from tests.workers.backends.training_helpers import optimizer_config, read_weights, save_tiny_model, tiny_engine
 
 MUON = {"type": "muon"}
 LORA = LoraConfig(rank=2, alpha=4.0)
@@ -26,14 +28,7 @@ def make_engine(
     directory: Path, *, is_hosted: bool = True, lora: LoraConfig | None = None, **optimizer: Any
 ) -> FSDPEngine:
     config = OptimizerConfig.model_validate(optimizer_config(weight_decay=0.1).model_dump() | optimizer)
-    return FSDPEngine(
-        directory,
-        context=ParallelContext(),
-        optimizer=config,
-        lora=lora,
-        hosts_optimizer=is_hosted,
-        total_steps=10,
-    )
+    return tiny_engine(directory, optimizer=config, lora=lora, hosts_optimizer=is_hosted, total_steps=10)
 
 
 def train(engine: FSDPEngine, *seeds: int) -> list[dict[str, float]]:
@@ -123,3 +118,33 @@ def test_parameters_may_leave_the_device_besides(model: Path) -> None:
     assert sum(held_bytes([*engine._model.parameters(), *moments(engine)])) == 0
     assert train(engine, 2) == train(staying, 2)
     assert sum(held_bytes(moments(engine))) == 0 < min(held_bytes(list(engine.model.parameters())))
+
+
+# --- copies in host memory ------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 3 * 2**20), min_size=1, max_size=60))
+def test_pieces_of_blocks_have_no_byte_in_common_and_blocks_are_powers_of_two(sizes: list[int]) -> None:
+    blocks = Blocks(is_pinned=False)
+    pieces = [blocks.take(size) for size in sizes]
+    assert [piece.numel() for piece in pieces] == sizes
+    assert all(piece.data_ptr() % 64 == 0 for piece in pieces)
+    spans = sorted((piece.data_ptr(), piece.data_ptr() + piece.numel()) for piece in pieces)
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    storages = {piece.untyped_storage().data_ptr(): piece.untyped_storage().nbytes() for piece in pieces}
+    assert all(size.bit_count() == 1 for size in storages.values())  # which torch rounds up to themselves
+    assert sum(storages.values()) == blocks.total_bytes
+
+
+def test_a_share_of_a_7b_model_takes_a_tenth_more_than_itself_and_not_nine_tenths() -> None:
+    """Its rows on one of eight ranks with two moments in float32, scaled down by 64 so that they fit in here."""
+    hidden, inner, keys, vocabulary = 3584, 18944, 512, 152064
+    layer = [hidden, hidden, keys * hidden, keys * hidden, hidden**2, hidden**2, *([hidden * inner] * 3)]
+    numbers = [vocabulary * hidden, *(layer * 28), vocabulary * hidden, hidden]
+    sizes = [max(4, 4 * number // 8 // 64) for number in numbers for _ in range(3)]
+    blocks = Blocks(is_pinned=False, largest=2**28 // 64)
+    for size in sizes:
+        blocks.take(size)
+    one_by_one = sum(1 << (size - 1).bit_length() for size in sizes)
+    assert one_by_one > 1.9 * sum(sizes)
+    assert blocks.total_bytes < 1.1 * sum(sizes)

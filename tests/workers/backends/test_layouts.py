@@ -52,6 +52,7 @@ CASES = (
     *(("every algorithm", layout) for layout in ("t2", "c2", "d2t1")),  # d2 itself is of the last two of four ranks
     *((name, "c2") for name in ("value", "scalar", "lora", "taught")),
     *((name, "t2") for name in ("value", "muon", "bfloat16", "lora with dropout", "taught")),
+    *((name, "d2t1") for name in ("value", "scalar", "bfloat16")),
 )
 
 

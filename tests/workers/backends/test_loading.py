@@ -36,6 +36,7 @@ from tests.workers.backends.training_helpers import (
     optimizer_config,
     read_weights,
     save_tiny_model,
+    tiny_engine,
 )
 
 SHAPE = (64, 96)  # of the largest weight: rows of the vocabulary would be fewer numbers
@@ -55,12 +56,7 @@ def save_low(directory: Path, dtype: torch.dtype, *, num_files: int = 1, **overr
 def make_engine(
     directory: Path, context: ParallelContext | None = None, *, lora: LoraConfig | None = None
 ) -> FSDPEngine:
-    return FSDPEngine(
-        directory,
-        context=context or ParallelContext(),
-        optimizer=None if lora is None else optimizer_config(),
-        lora=lora,
-    )
+    return tiny_engine(directory, context, optimizer=None if lora is None else optimizer_config(), lora=lora)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.low_precision import cast_per_use
-from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.test_fsdp import negative_logprobs, trainable_sample
-from tests.workers.backends.training_helpers import optimizer_config, save_tiny_model
+from tests.workers.backends.training_helpers import save_tiny_model, tiny_engine
 
 
 def two_layers(*, bias: bool) -> nn.Module:
@@ -85,9 +84,7 @@ class CopiesAlive(TorchDispatchMode):
 )
 def test_one_weight_at_a_time_is_held_in_bfloat16(run: Callable[[FSDPEngine], object], tmp_path: Path) -> None:
     directory = save_tiny_model(tmp_path, num_hidden_layers=4, vocab_size=96)
-    engine = FSDPEngine(
-        directory, context=ParallelContext(), optimizer=optimizer_config(), compute_dtype=torch.bfloat16
-    )
+    engine = tiny_engine(directory, compute_dtype=torch.bfloat16)
     largest = max(parameter.numel() for parameter in engine.model.parameters())
     with CopiesAlive(engine.model) as copies:
         run(engine)

@@ -35,7 +35,6 @@ from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output
 from corral.scheduling.memory.gpu import Parts
 from corral.scheduling.memory.layers import HEAD_CHUNK_BYTES, Layers, Recompute
 from corral.scheduling.memory.model import Adapters, CallSizes, RoleModel
-from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends import chunked_head
 from corral.workers.backends.base import LossOutput, TokenScores
@@ -45,7 +44,13 @@ from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.backends.sharding import local, sum_gradients
 from tests.workers.backends.trainer_helpers import play
-from tests.workers.backends.training_helpers import make_sample, memory_changes, optimizer_config, value_loss
+from tests.workers.backends.training_helpers import (
+    kept_bytes,
+    make_sample,
+    memory_changes,
+    tiny_engine,
+    value_loss,
+)
 
 TOKENS = 128
 TRAIN = CallSizes(name="train", kind="train", tokens=TOKENS)
@@ -146,9 +151,7 @@ def test_what_is_trained_is_estimated_to_the_byte(name: str, optimizer: Any, tmp
 @each_dtype
 def test_adapters_are_estimated_to_the_byte(head: str, dtype: torch.dtype, tmp_path: Path) -> None:
     directory = save_model("qwen3", tmp_path)
-    engine = FSDPEngine(
-        directory, context=ParallelContext(), head=head, optimizer=optimizer_config(), lora=LORA, compute_dtype=dtype
-    )
+    engine = tiny_engine(directory, head=head, lora=LORA, compute_dtype=dtype)
     output: Output = "vocabulary" if head == "lm" else "score"
     role = RoleModel(
         sizes=sizes_of(directory),
@@ -167,17 +170,14 @@ def look_at_ranks(world: ParallelContext, folder: Path) -> None:
     mesh = Mesh(ranks=(0, 1), dims=ParallelDims(cp=2))
     context = mesh_contexts(world, {"actor": mesh})["actor"]
     assert context is not None
-    kept = [
-        kept_bytes(FSDPEngine(folder / f"layers-{layers}", context=context, optimizer=optimizer_config()))
-        for layers in (3, 6)
-    ]
-    engine = FSDPEngine(folder / "llama", context=world, optimizer=optimizer_config())
+    kept = [kept_by(tiny_engine(folder / f"layers-{layers}", context)) for layers in (3, 6)]
+    engine = tiny_engine(folder / "llama", world)
     (folder / f"whole-{world.rank}.json").write_text(json.dumps(whole_gradients(engine)))
     by_tensor = mesh_contexts(world, {"actor": Mesh(ranks=(0, 1), dims=ParallelDims(tp=2))})["actor"]
     assert by_tensor is not None
     engine = FSDPEngine(folder / "llama", context=by_tensor, optimizer=OptimizerConfig(type="muon"))
     (folder / f"tensor-{world.rank}.json").write_text(json.dumps(train_step(engine)))
-    adapted = FSDPEngine(folder / "llama", context=by_tensor, optimizer=optimizer_config(), lora=LORA)
+    adapted = tiny_engine(folder / "llama", by_tensor, lora=LORA)
     (folder / f"adapted-{world.rank}.json").write_text(json.dumps(train_step(adapted)))
     (folder / f"kept-{world.rank}.json").write_text(json.dumps(kept[1] - kept[0]))
 
@@ -221,26 +221,13 @@ def test_the_rank_with_most_of_two_holds_what_is_estimated(tmp_path: Path) -> No
     ] * 2
 
 
-def kept_bytes(engine: FSDPEngine) -> int:
+def kept_by(engine: FSDPEngine) -> int:
     """What autograd keeps after the forward pass of one micro-batch of `TOKENS` tokens."""
-    own = {local(parameter).untyped_storage().data_ptr() for parameter in engine.model.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = tensor  # alive, or another would get its address
-        return tensor
-
     sample = make_sample([[32, 32, 32, 32]])
-    [micro_batch] = make_micro_batches(
-        sample, plan_micro_batches(sample, engine.micro_batches), count=1, device=torch.device("cpu")
-    )
+    plan = plan_micro_batches(sample, engine.micro_batches)
+    [micro_batch] = make_micro_batches(sample, plan, count=1, device=torch.device("cpu"))
     engine.model.train()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine._scores(micro_batch)
-    # Afterwards: what was gathered of a layer that is cut is let go, and gathered again.
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return kept_bytes(engine.model.parameters(), lambda: engine._scores(micro_batch))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixture", "mixtral", "shared expert"])
@@ -250,8 +237,8 @@ def test_activations_of_a_layer_are_counted_tensor_by_tensor(name: str, dtype: t
     found = []
     for count in (3, 6):
         directory = save_model(name, tmp_path / str(count), num_hidden_layers=count)
-        engine = FSDPEngine(directory, context=ParallelContext(), optimizer=optimizer_config(), compute_dtype=dtype)
-        found.append(kept_bytes(engine))
+        engine = tiny_engine(directory, compute_dtype=dtype)
+        found.append(kept_by(engine))
     layers = Layers(sizes=sizes_of(tmp_path / "6"), compute_bytes=dtype.itemsize)
     expected = sum(layers.works_in(layer) for layer in (3, 4, 5)) * TOKENS
     assert found[1] - found[0] == pytest.approx(expected, rel=0.0 if name in DENSE else 0.01)
@@ -260,13 +247,13 @@ def test_activations_of_a_layer_are_counted_tensor_by_tensor(name: str, dtype: t
 @each_dtype
 def test_all_activations_of_a_model_are_within_a_tenth(dtype: torch.dtype, tmp_path: Path) -> None:
     directory = save_model("qwen3", tmp_path)
-    engine = FSDPEngine(directory, context=ParallelContext(), optimizer=optimizer_config(), compute_dtype=dtype)
+    engine = tiny_engine(directory, compute_dtype=dtype)
     sizes = sizes_of(directory)
     layers = Layers(sizes=sizes, compute_bytes=dtype.itemsize)
     before = 8 + 2 * 4 * sizes.head_dim  # ids and rotations
     at_head = 4 * sizes.hidden_size  # hidden states
     expected = TOKENS * (sum(map(layers.works_in, range(3))) + before + layers.after(is_training=True) + at_head)
-    assert kept_bytes(engine) == pytest.approx(expected, rel=0.1)
+    assert kept_by(engine) == pytest.approx(expected, rel=0.1)
 
 
 def peak_bytes(engine: FSDPEngine) -> int:
@@ -305,15 +292,7 @@ def test_the_peak_of_a_step_is_estimated_within_a_fifth_and_hardly_too_low(
     """With several micro-batches: gradients of the first are there while the last one's activations are."""
     larger = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": layers, "vocab_size": 1024}
     directory = save_model(name, tmp_path, head_dim=32, **larger)
-    engine = FSDPEngine(
-        directory,
-        context=ParallelContext(),
-        optimizer=optimizer_config(),
-        lora=lora,
-        compute_dtype=dtype,
-        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=TOKENS),
-        recompute=recompute,
-    )
+    engine = tiny_engine(directory, lora=lora, compute_dtype=dtype, max_tokens=TOKENS, recompute=recompute)
     adapters = None if lora is None else adapters_of(engine, rank=lora.rank)
     role = RoleModel(
         sizes=sizes_of(directory),

@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corral.scheduling.packing import MicroBatchSpec
 from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.algorithms.sft import SFTInterface
-from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from corral.workers.data.sequence_sample import SequenceSample
 from tests.workers.backends.trainer_helpers import play
-from tests.workers.backends.training_helpers import make_sample, optimizer_config, read_weights, save_tiny_model
+from tests.workers.backends.training_helpers import (
+    make_sample,
+    read_weights,
+    save_tiny_model,
+    tiny_engine,
+)
 from tests.workers.some_samples import some_of
 
 MESHES = {
@@ -40,13 +43,7 @@ def sample_of(context: ParallelContext, step: int) -> SequenceSample:
 
 
 def train(model: Path, context: ParallelContext, directory: Path) -> list[dict[str, float]]:
-    engine = FSDPEngine(
-        model,
-        context=context,
-        optimizer=optimizer_config(),
-        total_steps=100,
-        micro_batches=MicroBatchSpec(max_tokens_per_micro_batch=64),
-    )
+    engine = tiny_engine(model, context, max_tokens=64)
     stats = [SFTInterface().train_step(engine, sample_of(context, step), version=step) for step in range(NUM_STEPS)]
     engine.state_shard().write(directory / "state")
     engine.save_weights(directory / "weights")
@@ -147,7 +144,7 @@ def test_a_model_trains_alike_in_every_mesh(name: str, scene: dict[str, Any]) ->
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_state_of_any_mesh_is_that_of_its_data_parallel_ranks_in_order(name: str, scene: dict[str, Any]) -> None:
     directory = scene["directory"]
-    engine = FSDPEngine(directory / "model", context=ParallelContext(), optimizer=optimizer_config())
+    engine = tiny_engine(directory / "model")
     engine.load_state(directory / name / "state")
     saved = read_weights(directory / name / "weights")
     for key, tensor in engine.export_weights():

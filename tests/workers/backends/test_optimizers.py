@@ -29,7 +29,7 @@ from tests.workers.backends.training_helpers import (
     make_sample,
     optimizer_config,
     read_weights,
-    save_tiny_model,
+    tiny_engine,
 )
 from tests.workers.some_samples import some_of
 
@@ -39,14 +39,9 @@ LR = 1e-3
 MUON = {"type": "muon"}
 
 
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "qwen2")
-
-
 def make_engine(directory: Path, context: ParallelContext | None = None, **overrides: Any) -> FSDPEngine:
     config = OptimizerConfig.model_validate(optimizer_config(lr=LR).model_dump() | overrides)
-    return FSDPEngine(directory, context=context or ParallelContext(), optimizer=config, total_steps=100)
+    return tiny_engine(directory, context, optimizer=config)
 
 
 def sample_of(step: int, context: ParallelContext | None = None) -> SequenceSample:
@@ -221,9 +216,7 @@ def test_muon_takes_each_matrix_of_an_expert_by_itself(tmp_path: Path) -> None:
 def test_muon_in_bfloat16_stays_near(model_directory: Path) -> None:
     config = OptimizerConfig.model_validate(optimizer_config(lr=LR).model_dump() | {"type": "muon"})
     exact = make_engine(model_directory, type="muon")
-    rounded = FSDPEngine(
-        model_directory, context=ParallelContext(), optimizer=config, total_steps=100, compute_dtype=torch.bfloat16
-    )
+    rounded = tiny_engine(model_directory, optimizer=config, compute_dtype=torch.bfloat16)
     start = read_weights(model_directory)
     for engine in (exact, rounded):
         engine.train_batch(sample_of(0), loss_fn=likelihood)

@@ -11,23 +11,30 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from safetensors.torch import load_file
+from torch import Tensor
 
 from corral.experiments.config.model import Recompute
 from corral.workers.backends.files.weights import as_stored
+from corral.workers.backends.grouped_product import as_one
 from corral.workers.backends.megatron.experts import (
     MIXTRAL_NAMES,
     QWEN_NAMES,
+    GroupedExperts,
     Replay,
     StoredNames,
     stack_experts,
 )
 from corral.workers.backends.megatron.model import ScoringModel
+from corral.workers.backends.parallel_context import ParallelContext
 from tests.workers.backends.files.stored_states import whole_state
-from tests.workers.backends.layout_scene import NUM_STEPS, OPTIMIZER, SAVED_AFTER
+from tests.workers.backends.layout_scene import NUM_STEPS, OPTIMIZER, SAVED_AFTER, Variant
 from tests.workers.backends.megatron.experts_scene import KINDS, PROMPT, forced_loop, play_experts, save_tiny_mixture
+from tests.workers.backends.megatron_scene import make_megatron
+from tests.workers.backends.test_memory_estimates import lm_loss
 from tests.workers.backends.trainer_helpers import play
-from tests.workers.backends.training_helpers import read_weights
+from tests.workers.backends.training_helpers import make_sample, read_weights
 
 FEW: dict[str, Recompute] = {"d2t2e2": "selective", "c2p2e2": "full"}
 PARTS = (("d1", "d2", "t2", "p2", "d2e2"), ("c2e2", "d2t2", "d4e2", "d4e4"), ("d2c2e4", "t2c2e2", "d2t2e2", "d2p2e2"))
@@ -158,3 +165,37 @@ def test_every_layout_of_a_mixture_trains_and_goes_on_alike(
         assert_trained_alike(scene, layout)
     for before, after in resumes:
         assert_goes_on_alike(scene, before, after)
+
+
+# --- grouped products of experts ------------------------------------------------------------------------------------
+
+
+def test_matrices_of_a_model_that_is_trained_are_not_copied(tmp_path: Path) -> None:
+    play(look_at_matrices, tmp_path, world_size=1, directory=tmp_path)
+
+
+def look_at_matrices(_: ParallelContext, directory: Path) -> None:
+    engine = make_megatron(save_tiny_mixture("qwen3_moe", directory / "model"), ParallelContext(), Variant())
+    found = [module for module in engine._trainee.modules() if isinstance(module, GroupedExperts)]
+    assert len(found) == 2
+    for module in found:
+        for name in ("linear_fc1", "linear_fc2"):
+            matrices: list[Tensor] = module.matrices(name)
+            assert as_one(matrices).data_ptr() == matrices[0].data_ptr()
+
+
+def test_a_layer_that_was_computed_again_is_held_by_nothing(tmp_path: Path) -> None:
+    play(look_for_graphs, tmp_path, world_size=1, directory=tmp_path)
+
+
+def look_for_graphs(_: ParallelContext, directory: Path) -> None:
+    variant = Variant(recompute="full")
+    engine = make_megatron(save_tiny_mixture("qwen3_moe", directory / "model"), ParallelContext(), variant)
+    engine.train_batch(make_sample([[8, 8]]), loss_fn=lm_loss, counted="prompt_mask")
+    modules: list[Any] = list(engine._trainee.modules())
+    dispatchers = [module.token_dispatcher for module in modules if hasattr(module, "token_dispatcher")]
+    assert len(dispatchers) == 2
+    for dispatcher in dispatchers:
+        assert isinstance(dispatcher, MoETokenDispatcher)
+        kept = [value for value in vars(dispatcher).values() if isinstance(value, Tensor)]
+        assert kept and all(value.numel() <= 16 and not value.requires_grad for value in kept)

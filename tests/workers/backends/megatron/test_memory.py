@@ -35,7 +35,7 @@ from corral.workers.backends.megatron.engine import MegatronEngine
 from corral.workers.backends.micro_batches import MicroBatch, make_micro_batches
 from corral.workers.backends.parallel_context import ParallelContext, mesh_contexts
 from tests.workers.backends.trainer_helpers import play
-from tests.workers.backends.training_helpers import make_sample, optimizer_config
+from tests.workers.backends.training_helpers import kept_bytes, make_sample, optimizer_config
 
 TOKENS = 128
 SIZES: dict[str, Any] = {
@@ -114,12 +114,12 @@ def look_at_ranks(world: ParallelContext, cases: Sequence[Case], directory: Path
         dims = ParallelDims.parse(case.layout)
         context = mesh_contexts(world, {"actor": Mesh(ranks=tuple(range(dims.world_size)), dims=dims)})["actor"]
         if context is not None:
-            few, many = (kept_bytes(case, directory / f"{case.model}-{layers}", context) for layers in NUM_LAYERS)
+            few, many = (kept_of(case, directory / f"{case.model}-{layers}", context) for layers in NUM_LAYERS)
             kept[str(case)] = (many - few) / (NUM_LAYERS[1] - NUM_LAYERS[0])
     (directory / f"rank-{world.rank}.json").write_text(json.dumps(kept))
 
 
-def kept_bytes(case: Case, model: Path, context: ParallelContext) -> int:
+def kept_of(case: Case, model: Path, context: ParallelContext) -> int:
     """Of the tensors that gradients will need of a row; one storage counts once, and what is a parameter's does not."""
     engine = MegatronEngine(
         model,
@@ -130,18 +130,7 @@ def kept_bytes(case: Case, model: Path, context: ParallelContext) -> int:
         compute_dtype=case.dtype,
     )
     engine._trainee.train()
-    own = {parameter.untyped_storage().data_ptr() for parameter in engine._trainee.parameters()}
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = tensor  # alive, or another would get its address
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward(engine)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return kept_bytes(engine._trainee.parameters(), lambda: forward(engine))
 
 
 def forward(engine: MegatronEngine) -> Tensor:
