@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from corral.workers.engine.requests import AbortFinish, LengthFinish, StopFinish, answer_text, text_decoder
+from corral.workers.engine.requests import AbortFinish, LengthFinish, StopFinish, StopStrings, answer_text, text_decoder
 from corral.workers.engine.sampling import SamplingParams
 
 PIECES = [b"a", b"b", b"ab", b" ", b"\n", b"\xc3", b"\xa9", "\u00e9".encode(), b"b\xe2\x82", b"\xac", b"ba\n a"]
@@ -57,3 +57,24 @@ def test_the_tokenizer_of_a_model_directory_decodes_with_and_without_special_tok
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="cannot use the tokenizer"):
         text_decoder(tmp_path)
+
+
+# --- stop strings ---------------------------------------------------------------------------------------------------
+
+strings = st.lists(st.text("ab \né€", min_size=1, max_size=6), min_size=1, max_size=3)
+
+
+@given(strings=strings, token_ids=answers)
+def test_an_answer_ends_where_its_whole_text_first_has_a_stop_string(strings: list[str], token_ids: list[int]) -> None:
+    stop = StopStrings(strings, decode)
+    for end in range(1, len(token_ids) + 1):
+        text = decode(token_ids[:end])
+        assert (stop.matched(token_ids[:end]) is not None) == any(string in text for string in strings)
+        if any(string in text for string in strings):
+            break
+
+
+def test_the_string_that_is_named_first_is_the_one_that_matched() -> None:
+    assert StopStrings(["b", "ab"], decode).matched([2]) == "b"
+    assert StopStrings(["ab", "b"], decode).matched([2]) == "ab"
+    assert StopStrings(["ab", "b"], decode).matched([4, 0]) is None

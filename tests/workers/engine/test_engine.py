@@ -1,8 +1,12 @@
 """The embedded engine against transformers: same tokens, same log-probabilities, whoever shares the batch."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -10,44 +14,21 @@ import torch
 from corral.experiments.config.rollout import UpdateMode
 from corral.workers.engine import batch
 from corral.workers.engine.decoder import UnsupportedModelError
-from corral.workers.engine.engine import GenerationEngine
-from corral.workers.engine.requests import (
-    AbortFinish,
-    GenerationRequest,
-    LengthFinish,
-    RequestOutput,
-    StopFinish,
-    VersionSpan,
-)
+from corral.workers.engine.engine import EngineLoop, EngineStoppedError, GenerationEngine
+from corral.workers.engine.requests import AbortFinish, GenerationRequest, LengthFinish, RequestOutput, StopFinish
 from corral.workers.engine.sampling import SamplingParams
 from corral.workers.episodes.stream_events import NOT_FINITE
 from tests.workers.engine.tiny_models import (
-    CONTEXT_LENGTH,
-    EOS_TOKEN_ID,
-    VOCAB_SIZE,
     add_tokenizer,
     generate_greedily,
     load_reference,
     reference_greedy,
     reference_logprobs,
-    reference_logprobs_over_cache,
     save_tiny_model,
     text_of,
 )
 
 PROMPTS = [[7], [5, 9, 3, 33], list(range(1, 38)), [index * index % 61 for index in range(70)], [60, 2, 41]]
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two versions of the same tiny Qwen2."""
-    root = tmp_path_factory.mktemp("models")
-    return [save_tiny_model(root / f"v{seed}", seed=seed) for seed in range(2)]
-
-
-@pytest.fixture(scope="module")
-def references(directories: list[Path]) -> list[Any]:
-    return [load_reference(directory) for directory in directories]
 
 
 @pytest.fixture
@@ -82,16 +63,6 @@ def test_greedy_tokens_and_logprobs_of_a_ragged_batch_equal_transformers(model_t
         assert list(output.output_ids) == reference_greedy(reference, prompt, max_new_tokens=40)
         assert_close(output.output_logprobs, reference_logprobs(reference, prompt, output.output_ids))
         assert output.finish_reason == LengthFinish(40)
-
-
-def test_logprobs_are_of_the_untruncated_distribution_at_the_sampling_temperature(
-    engine: GenerationEngine, references: list[Any]
-) -> None:
-    sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "max_new_tokens": 30}
-    outputs = engine.generate(request(str(index), prompt, **sampling) for index, prompt in enumerate(PROMPTS))
-    for prompt, output in zip(PROMPTS, outputs, strict=True):
-        expected = reference_logprobs(references[0], prompt, output.output_ids, temperature=0.7)
-        assert_close(output.output_logprobs, expected)
 
 
 def test_sequences_that_outgrow_the_cache_again_and_again_stay_exact(
@@ -146,16 +117,6 @@ def test_answers_to_one_prompt_share_its_prefill_and_differ(engine: GenerationEn
         assert_close(output.output_logprobs, reference_logprobs(references[0], prompt, output.output_ids))
 
 
-def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(directories: list[Path]) -> None:
-    def sample(engine_seed: int, sampling_seed: int | None) -> tuple[int, ...]:
-        engine = GenerationEngine(directories[0], seed=engine_seed)
-        wanted = request("a", [4, 5], temperature=1.0, max_new_tokens=30, sampling_seed=sampling_seed)
-        return engine.generate([wanted])[0].output_ids
-
-    assert sample(1, None) == sample(1, None) != sample(2, None)
-    assert sample(1, 9) == sample(2, 9)
-
-
 SEEDED: dict[str, Any] = {"temperature": 1.0, "sampling_seed": 11}
 
 
@@ -201,27 +162,6 @@ def test_requests_without_a_seed_differ_and_an_engine_that_starts_again_repeats_
     assert answers(0) == answers(0) == answers(2)
 
 
-def test_generation_ends_after_a_stop_token_or_the_models_end_of_sequence(
-    engine: GenerationEngine, references: list[Any]
-) -> None:
-    greedy = reference_greedy(references[0], [7], max_new_tokens=60)
-    stop = {"stop_token_ids": frozenset({greedy[10]}), "max_new_tokens": 60}
-    length = greedy.index(greedy[10]) + 1
-    [output] = engine.generate([request("stop", [7], ignore_eos=False, **stop)])
-    assert list(output.output_ids) == greedy[:length]
-    assert output.finish_reason == StopFinish(greedy[10])
-    [ignored] = engine.generate([request("ignored", [7], **stop)])
-    assert list(ignored.output_ids) == greedy
-
-    sampling = {"temperature": 5.0, "max_new_tokens": 3000, "sampling_seed": 1}
-    [ended] = engine.generate([request("eos", [7], **sampling, ignore_eos=False)])
-    assert ended.finish_reason == StopFinish(EOS_TOKEN_ID)
-    assert EOS_TOKEN_ID not in ended.output_ids[:-1]
-    [ignored] = engine.generate([request("ignored", [7], **sampling | {"max_new_tokens": len(ended.output_ids) + 5})])
-    assert ignored.output_ids[: len(ended.output_ids)] == ended.output_ids
-    assert ignored.finish_reason == LengthFinish(len(ended.output_ids) + 5)
-
-
 def test_generation_ends_with_the_token_that_completes_a_stop_string(tmp_path: Path) -> None:
     engine = GenerationEngine(add_tokenizer(save_tiny_model(tmp_path)))
     [whole] = engine.generate([request("whole", [7], max_new_tokens=60, temperature=1.0, sampling_seed=3)])
@@ -241,43 +181,6 @@ def test_stop_strings_are_refused_where_there_is_no_tokenizer(engine: Generation
         engine.add(request("text", [7], stop=("a",)))
 
 
-def test_input_logprobs_are_those_of_the_prompt_at_temperature_one(
-    engine: GenerationEngine, references: list[Any]
-) -> None:
-    prompt = PROMPTS[2]
-    wanted = GenerationRequest(
-        request_id="a",
-        prompt=tuple(prompt),
-        sampling=SamplingParams(max_new_tokens=2, temperature=0.5),
-        input_logprobs_from=4,
-    )
-    [output] = engine.generate([wanted])
-    assert output.input_logprobs[0] is None
-    scored = [value for value in output.input_logprobs if value is not None]
-    assert_close(scored, reference_logprobs(references[0], prompt[:5], prompt[5:]))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "max_new_tokens", "message"),
-    [
-        ([], 1, "prompt is empty"),
-        ([3, VOCAB_SIZE], 1, r"token id 64 at position 1 .* \[0, 64\)"),
-        ([3, -1], 1, r"token id -1 at position 1"),
-        (
-            [3] * 10,
-            CONTEXT_LENGTH,
-            r"10 tokens with max_new_tokens=4096 may reach 4106 tokens, .*context length of 4096",
-        ),
-    ],
-)
-def test_a_request_that_cannot_run_is_refused_with_the_value_and_the_limit(
-    engine: GenerationEngine, prompt: list[int], max_new_tokens: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        engine.add(request("bad", prompt, max_new_tokens=max_new_tokens))
-    assert not engine.has_work
-
-
 def test_a_request_larger_than_the_cache_is_refused(directories: list[Path]) -> None:
     engine = GenerationEngine(directories[0], max_total_tokens=100)
     with pytest.raises(ValueError, match="more than max_total_tokens of 100"):
@@ -295,61 +198,6 @@ def test_abort_returns_the_tokens_made_so_far(engine: GenerationEngine, referenc
     assert list(outputs["a"].output_ids) == reference_greedy(references[0], [7], max_new_tokens=5)
     assert outputs["queued"].output_ids == ()
     assert list(finish(engine)["b"].output_ids) == reference_greedy(references[0], [5, 9], max_new_tokens=9)
-
-
-def run_across_an_update(engine: GenerationEngine, mode: UpdateMode, new_weights: Path) -> dict[str, RequestOutput]:
-    """Three sampled requests, paused after eight steps, updated to 1.1 and continued."""
-    for index, prompt in enumerate(PROMPTS[:3]):
-        engine.add(request(str(index), prompt, temperature=1.0, max_new_tokens=20 + index))
-    for _ in range(8):
-        engine.step()
-    outputs = {output.request_id: output for output in engine.pause(mode)}
-    assert engine.step() == []
-    engine.apply_weights(engine.stage_weights(new_weights), version="1.1")
-    engine.resume()
-    return outputs | finish(engine)
-
-
-def test_retracted_requests_continue_under_the_new_weights_over_their_whole_prefix(
-    engine: GenerationEngine, directories: list[Path], references: list[Any]
-) -> None:
-    outputs = run_across_an_update(engine, "retract", directories[1])
-    for index, prompt in enumerate(PROMPTS[:3]):
-        output = outputs[str(index)]
-        old, new = output.weight_versions
-        assert (old, new) == (VersionSpan("1.0", 0, 9), VersionSpan("1.1", 9, 20 + index))
-        assert output.num_retractions == 1
-        by_old, by_new = (reference_logprobs(reference, prompt, output.output_ids) for reference in references)
-        assert_close(output.output_logprobs[:9], by_old[:9], tolerance=1e-3)
-        assert_close(output.output_logprobs[9:], by_new[9:], tolerance=1e-3)
-        # The two models disagree, so a token counted to the wrong version would have been seen.
-        assert (by_old[9:] - by_new[9:]).abs().max() > 0.1
-
-
-def test_in_place_requests_continue_over_the_old_keys_and_values(
-    engine: GenerationEngine, directories: list[Path], references: list[Any]
-) -> None:
-    outputs = run_across_an_update(engine, "in_place", directories[1])
-    for index, prompt in enumerate(PROMPTS[:3]):
-        output = outputs[str(index)]
-        assert output.weight_versions == (VersionSpan("1.0", 0, 9), VersionSpan("1.1", 9, 20 + index))
-        assert output.num_retractions == 0
-        # The ninth token was sampled by the old weights, but enters the cache by the new ones.
-        mixed = reference_logprobs_over_cache(
-            references[0], references[1], prompt, output.output_ids, num_cached=len(prompt) + 8
-        )
-        assert_close(output.output_logprobs[9:], mixed, tolerance=1e-3)
-
-
-def test_aborted_requests_end_with_their_tokens_of_the_old_version(
-    engine: GenerationEngine, directories: list[Path], references: list[Any]
-) -> None:
-    outputs = run_across_an_update(engine, "abort", directories[1])
-    for index, prompt in enumerate(PROMPTS[:3]):
-        output = outputs[str(index)]
-        assert output.finish_reason == AbortFinish()
-        assert output.weight_versions == (VersionSpan("1.0", 0, 9),)
-        assert_close(output.output_logprobs, reference_logprobs(references[0], prompt, output.output_ids))
 
 
 def test_the_cache_is_flushed_only_when_no_running_request_needs_it(engine: GenerationEngine) -> None:
@@ -416,3 +264,95 @@ def test_pickled_weights_are_not_loaded(directories: list[Path], tmp_path: Path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="model.safetensors"):
         GenerationEngine(tmp_path)
+
+
+# --- the engine's thread --------------------------------------------------------------------------------------------
+
+DEADLINE_S = 120.0
+
+
+@pytest.fixture
+def loop(directories: list[Path]) -> Iterator[EngineLoop]:
+    with EngineLoop(GenerationEngine(directories[0], version="1.0")) as loop:
+        yield loop
+
+
+def looped_request(name: str, *, max_new_tokens: int = 200) -> GenerationRequest:
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
+    return GenerationRequest(request_id=name, prompt=(7, 8), sampling=sampling)
+
+
+def versions(output: RequestOutput) -> list[str]:
+    return [span.version for span in output.weight_versions]
+
+
+def start_running(loop: EngineLoop, name: str) -> Future[RequestOutput]:
+    """A long request that has made a token."""
+    has_begun = threading.Event()
+    asked = replace(looped_request(name, max_new_tokens=4000), is_streamed=True)
+    future = loop.submit(asked, listener=lambda output: has_begun.set())
+    assert has_begun.wait(DEADLINE_S)
+    return future
+
+
+@pytest.mark.parametrize("mode", list(get_args(UpdateMode)))
+def test_a_change_over_is_checked_before_the_new_weights_make_a_token(
+    loop: EngineLoop, directories: list[Path], mode: UpdateMode
+) -> None:
+    running = start_running(loop, "running")
+    steps: list[int] = []
+
+    def check() -> None:
+        steps.append(loop.engine.steps)
+        assert loop.engine.version == "1.1" and loop.engine.is_paused
+
+    staged = loop.engine.stage_weights(directories[1])
+    done = loop.change_over(staged, version="1.1", mode=mode, check=check).result(DEADLINE_S)
+    assert done.stopped_s > 0.0
+    assert done.replaced.directory == directories[0]
+    after = loop.submit(looped_request("after", max_new_tokens=2)).result(DEADLINE_S)
+    assert versions(after) == ["1.1"] and loop.engine.steps > steps[0] and len(steps) == 1
+    loop.abort(None).result(DEADLINE_S)
+    assert versions(running.result(DEADLINE_S)) == (["1.0"] if mode == "abort" else ["1.0", "1.1"])
+
+
+def test_a_change_over_that_is_refused_ends_requests_and_no_token_is_made_until_the_next_one(
+    loop: EngineLoop, directories: list[Path]
+) -> None:
+    running = start_running(loop, "running")
+
+    def check() -> None:
+        raise RuntimeError("these are other weights")
+
+    staged = loop.engine.stage_weights(directories[1])
+    done = loop.change_over(staged, version="1.1", mode="retract", check=check)
+    with pytest.raises(RuntimeError, match="these are other weights"):
+        done.result(DEADLINE_S)
+    ended = running.result(DEADLINE_S)
+    assert ended.finish_reason == AbortFinish() and versions(ended) == ["1.0"]
+    after, steps = loop.submit(looped_request("after", max_new_tokens=2)), loop.engine.steps
+    assert loop.engine.is_paused
+    staged = loop.engine.stage_weights(directories[0])
+    loop.change_over(staged, version="1.2", mode="retract", check=lambda: None).result(DEADLINE_S)
+    assert versions(after.result(DEADLINE_S)) == ["1.2"] and loop.engine.steps > steps
+
+
+def test_a_request_id_in_flight_is_not_taken_twice_but_may_come_again(loop: EngineLoop) -> None:
+    first = loop.submit(looped_request("a"))
+    with pytest.raises(ValueError, match="request id 'a' is already in flight"):
+        loop.submit(looped_request("a")).result(DEADLINE_S)
+    assert len(first.result(DEADLINE_S).output_ids) == 200
+    assert len(loop.submit(looped_request("a")).result(DEADLINE_S).output_ids) == 200
+
+
+def test_stopping_ends_running_and_queued_requests_as_aborted_and_refuses_new_ones(
+    directories: list[Path],
+) -> None:
+    with EngineLoop(GenerationEngine(directories[0])) as loop:
+        running = start_running(loop, "running")
+        loop.call(partial(loop.engine.pause, "in_place")).result(DEADLINE_S)
+        queued = loop.submit(looped_request("queued"))
+    assert running.result(0).finish_reason == queued.result(0).finish_reason == AbortFinish()
+    with pytest.raises(EngineStoppedError, match="has stopped"):
+        loop.submit(looped_request("late")).result(0)
+    assert loop.ended.result(0) is None

@@ -4,11 +4,10 @@ import json
 import random
 import shutil
 import socket
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,68 +20,13 @@ from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.requests import RequestOutput
 from corral.workers.engine.server import EngineServer
-from corral.workers.engine.weights import WeightsRejectedError
 from tests.strangers import asking, check_only_the_silent_are_closed
-from tests.workers.engine.tiny_models import (
-    add_tokenizer,
-    load_reference,
-    reference_greedy,
-    reference_logprobs,
-    save_tiny_model,
-    text_of,
-)
+from tests.workers.engine.tiny_models import add_tokenizer, reference_greedy, reference_logprobs, text_of
+from tests.workers.generation.servers import API_KEY, DEADLINE_S, Client, wait_until
 from tests.workers.loop_thread import LoopThread, loop_thread
-from tests.workers.trusted import connection_to, trust
+from tests.workers.trusted import trust
 
-API_KEY = "correct horse"
 LONG = {"max_new_tokens": 3000, "ignore_eos": True}
-DEADLINE_S = 120.0
-
-
-@dataclass
-class Client:
-    """A blocking client; `start` posts from a thread of its own."""
-
-    url: str
-    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(40))
-
-    def call(self, method: str, path: str, body: bytes = b"", *, key: str | None = API_KEY) -> tuple[int, bytes]:
-        connection = connection_to(self.url, timeout_s=DEADLINE_S)
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        try:
-            connection.request(method, path, body, headers)
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
-
-    def get(self, path: str) -> tuple[int, bytes]:
-        return self.call("GET", path)
-
-    def count(self, name: str) -> int:
-        """Of the server's metrics."""
-        status, body = self.get("/metrics")
-        assert status == 200
-        return int(dict(line.split() for line in body.decode().splitlines())[f"sglang:{name}"])
-
-    def post(self, path: str, body: object) -> tuple[int, Any]:
-        status, answer = self.call("POST", path, json.dumps(body).encode())
-        return status, json.loads(answer) if answer[:1] in (b"{", b"[") else answer
-
-    def generate(self, **body: Any) -> Any:
-        status, answer = self.post("/generate", body)
-        assert status == 200, answer
-        return answer
-
-    def start(self, **body: Any) -> "Future[Any]":
-        return self.pool.submit(lambda: self.generate(**body))
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:.0f} s for {what}"
-        time.sleep(0.005)
 
 
 @dataclass
@@ -99,12 +43,6 @@ class Served:
         engine = self.server.loop.engine
         self.server.loop.call(lambda: engine.resume() or ()).result(DEADLINE_S)
 
-    def change_over(self, directory: Path, version: str) -> None:
-        loop = self.server.loop
-        staged = loop.engine.stage_weights(directory)
-        changed = loop.change_over(staged, version=version, mode="retract", check=lambda: None)
-        changed.result(DEADLINE_S)
-
 
 @contextmanager
 def serving(engine: GenerationEngine, **options: Any) -> Iterator[Served]:
@@ -115,23 +53,12 @@ def serving(engine: GenerationEngine, **options: Any) -> Iterator[Served]:
 
     with loop_thread(deadline_s=DEADLINE_S) as loop:
         server = loop.run(create())
-        client = Client(loop.run(server.start()))
+        client = Client(loop.run(server.start()), ThreadPoolExecutor(40))
         try:
             yield Served(server, client, loop)
         finally:
             loop.run(server.stop())
             client.pool.shutdown()
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("models")
-    return [save_tiny_model(root / f"v{seed}", seed=seed) for seed in range(2)]
-
-
-@pytest.fixture(scope="module")
-def references(directories: list[Path]) -> list[Any]:
-    return [load_reference(directory) for directory in directories]
 
 
 @pytest.fixture(scope="module")
@@ -152,37 +79,16 @@ def test_a_connection_without_the_key_is_closed_and_one_with_it_stays(
 
 
 @pytest.fixture
-def client(shared: Served, directories: list[Path]) -> Client:
-    """The module's server, idle and with the first weights again."""
+def client(shared: Served) -> Client:
+    """The module's server, idle."""
     shared.pause("abort")
-    shared.change_over(directories[0], "1.0")  # which ends the pause
+    shared.go_on()
     return shared.client
-
-
-def start_running(client: Client, count: int = 1, **sampling: Any) -> "list[Future[Any]]":
-    """Requests that are surely under way, some tokens in."""
-    before = client.count("generation_tokens_total")
-    futures = [
-        client.start(input_ids=[7, index], sampling_params={**LONG, **sampling}, return_logprob=True)
-        for index in range(count)
-    ]
-    wait_until(
-        lambda: (
-            client.count("num_running_reqs") == count and client.count("generation_tokens_total") > before + 5 * count
-        ),
-        "the requests to run",
-    )
-    return futures
 
 
 def test_a_single_prompt_is_answered_as_sglang_answers(client: Client, references: list[Any]) -> None:
     prompt = [7, 31, 15, 8]
-    answer = client.generate(
-        input_ids=prompt,
-        sampling_params={"max_new_tokens": 3, "temperature": 0, "ignore_eos": True},
-        return_logprob=True,
-        logprob_start_len=0,
-    )
+    answer = client.generate(prompt, max_new_tokens=3, temperature=0, ignore_eos=True, logprob_start_len=0)
     expected = reference_greedy(references[0], prompt, max_new_tokens=3)
     meta = answer["meta_info"]
     assert answer["output_ids"] == expected and "text" not in answer  # there is no tokenizer
@@ -212,7 +118,7 @@ def test_where_there_is_a_tokenizer_answers_have_their_text(
     stopped = {**greedy, "ignore_eos": False, "stop_token_ids": [stop_token]}
     with serving(GenerationEngine(model)) as served:
         sampling = [greedy, {**greedy, "stop": text_of(whole[5:7])}, stopped, {**stopped, "no_stop_trim": True}]
-        answers = [served.client.generate(input_ids=[7, 31, 15, 8], sampling_params=params) for params in sampling]
+        answers = [served.client.generate([7, 31, 15, 8], **params) for params in sampling]
         assert [answer["text"] for answer in answers] == [
             text_of(whole),
             text_of(whole).partition(text_of(whole[5:7]))[0],
@@ -227,167 +133,86 @@ def test_a_tokenizer_that_cannot_be_used_costs_answers_their_text_only(
     model = shutil.copytree(directories[0], tmp_path / "model")
     (model / "tokenizer.json").write_text("{")
     with serving(GenerationEngine(model)) as served:
-        answer = served.client.generate(input_ids=[7], sampling_params={"max_new_tokens": 2, "ignore_eos": True})
+        answer = served.client.generate([7], max_new_tokens=2, ignore_eos=True)
     assert len(answer["output_ids"]) == 2 and "text" not in answer
     assert "answers come without their text: cannot use the tokenizer" in caplog.text
 
 
-def test_a_stop_token_ends_the_answer_and_is_named(client: Client, references: list[Any]) -> None:
-    greedy = reference_greedy(references[0], [7], max_new_tokens=20)
-    sampling = {"max_new_tokens": 20, "temperature": 0, "stop_token_ids": [greedy[8]]}
-    answer = client.generate(input_ids=[7], sampling_params=sampling)
-    assert answer["output_ids"] == greedy[: greedy.index(greedy[8]) + 1]
-    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": greedy[8]}
+WRONG: list[tuple[Any, str]] = [
+    ({}, "input_ids: Field required"),
+    ({"input_ids": []}, "the prompt is empty"),
+    ({"input_ids": [3, 64]}, "token id 64 at position 1 of the prompt is outside the vocabulary [0, 64)"),
+    ({"input_ids": [3, -1]}, "token id -1 at position 1"),
+    ({"input_ids": [10**30]}, "outside the vocabulary"),
+    ({"input_ids": ["a"]}, "input_ids"),
+    ({"input_ids": [True]}, "input_ids"),
+    ({"input_ids": [[1], [2]]}, "must be a list of integer token ids, of one prompt"),
+    ({"input_ids": [1] * 4000}, "may reach 4128 tokens, more than the model's context length of 4096"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 10**20}}, "context length of 4096"),
+    (
+        {"input_ids": [1], "sampling_params": {"temperature": -1}},
+        "temperature: Input should be greater than or equal to 0, got -1",
+    ),
+    ({"input_ids": [1], "sampling_params": {"n": 2}}, "sampling_params.n: Extra inputs are not permitted, got 2"),
+    ({"input_ids": [1], "sampling_params": {"frequency_penalty": 1}}, "sampling_params.frequency_penalty: Extra"),
+    ({"input_ids": [1], "sampling_params": {"min_p": "a"}}, "sampling_params.min_p"),
+    ({"input_ids": [1], "sampling_params": {"stop": "a"}}, "stop=['a'] needs the text of the answer"),
+    ({"input_ids": [1], "sampling_params": {"stop": ["a", 5]}}, "sampling_params.stop"),
+    ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
+    ({"input_ids": [1], "sampling_params": {"logit_bias": {"1": 2}}}, "sampling_params.logit_bias"),
+    ({"input_ids": [1, 99], "stream": True}, "token id 99"),
+    ({"input_ids": [1], "stream": "yes"}, "stream"),
+    ({"text": "hello"}, "text"),
+    ({"input_ids": [1], "logprob_start_len": 1, "return_logprob": True}, "logprob_start_len must be below"),
+    ({"input_ids": [1], "return_original_logprob": True}, "return_original_logprob needs return_logprob: true"),
+    ({"input_ids": [1], "rid": "a"}, "rid: Extra inputs are not permitted"),
+    ({"input_ids": [1], "sampling_params": [{}]}, "sampling_params: Input should be"),
+    ({"input_ids": [1], "sampling_params": 5}, "sampling_params: Input should be"),
+    ({"input_ids": [1], "sampling_params": {"sampling_seed": 2**63}}, "sampling_params.sampling_seed"),
+    ([1, 2], "should be an object"),
+]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({}, "input_ids: Field required"),
-        ({"input_ids": []}, "the prompt is empty"),
-        ({"input_ids": [3, 64]}, "token id 64 at position 1 of the prompt is outside the vocabulary [0, 64)"),
-        ({"input_ids": [3, -1]}, "token id -1 at position 1"),
-        ({"input_ids": [10**30]}, "outside the vocabulary"),
-        ({"input_ids": ["a"]}, "input_ids"),
-        ({"input_ids": [True]}, "input_ids"),
-        ({"input_ids": [[1], [2]]}, "must be a list of integer token ids, of one prompt"),
-        ({"input_ids": [1] * 4000}, "may reach 4128 tokens, more than the model's context length of 4096"),
-        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 10**20}}, "context length of 4096"),
-        (
-            {"input_ids": [1], "sampling_params": {"max_new_tokens": 0}},
-            "max_new_tokens: Input should be greater than or equal to 1, got 0",
-        ),
-        (
-            {"input_ids": [1], "sampling_params": {"temperature": -1}},
-            "temperature: Input should be greater than or equal to 0, got -1",
-        ),
-        ({"input_ids": [1], "sampling_params": {"temperature": float("nan")}}, "temperature"),
-        ({"input_ids": [1], "sampling_params": {"temperature": 1e999}}, "temperature"),
-        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p: Input should be greater than 0, got 0"),
-        ({"input_ids": [1], "sampling_params": {"top_k": -2}}, "top_k must be at least 1, or -1"),
-        ({"input_ids": [1], "sampling_params": {"n": 2}}, "sampling_params.n: Extra inputs are not permitted, got 2"),
-        ({"input_ids": [1], "sampling_params": {"frequency_penalty": 1}}, "sampling_params.frequency_penalty: Extra"),
-        ({"input_ids": [1], "sampling_params": {"min_p": "a"}}, "sampling_params.min_p"),
-        ({"input_ids": [1], "sampling_params": {"stop": "a"}}, "stop=['a'] needs the text of the answer"),
-        ({"input_ids": [1], "sampling_params": {"stop": ["a", 5]}}, "sampling_params.stop"),
-        ({"input_ids": [1], "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
-        ({"input_ids": [1], "sampling_params": {"logit_bias": {"1": 2}}}, "sampling_params.logit_bias"),
-        ({"input_ids": [1, 99], "stream": True}, "token id 99"),
-        ({"input_ids": [1], "stream": "yes"}, "stream"),
-        ({"text": "hello"}, "text"),
-        ({"input_ids": [1], "logprob_start_len": 1, "return_logprob": True}, "logprob_start_len must be below"),
-        ({"input_ids": [1], "return_original_logprob": True}, "return_original_logprob needs return_logprob: true"),
-        ({"input_ids": [1], "rid": "a"}, "rid: Extra inputs are not permitted"),
-        ({"input_ids": [1], "sampling_params": [{}]}, "sampling_params: Input should be"),
-        ({"input_ids": [1], "sampling_params": 5}, "sampling_params: Input should be"),
-        ({"input_ids": [1], "sampling_params": {"sampling_seed": 2**63}}, "sampling_params.sampling_seed"),
-        ([1, 2], "should be an object"),
-    ],
-)
-def test_a_wrong_generate_request_is_answered_400_and_says_why(client: Client, body: Any, message: str) -> None:
-    status, answer = client.post("/generate", body)
-    assert status == 400
-    assert message in answer["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/generate", b"{"),
-        ("/generate", b"\xff\xfe"),
-        ("/generate", b"[" * 50_000),
-        ("/generate", b'{"input_ids": "\\ud800"}'),
-        ("/generate", b"null"),
-    ],
-)
-def test_a_malformed_body_is_answered_400_with_a_message(client: Client, path: str, body: bytes) -> None:
-    status, answer = client.call("POST", path, body)
-    assert status == 400
-    assert json.loads(answer)["error"]["message"]
+def test_a_wrong_request_is_answered_400_and_says_why(client: Client) -> None:
+    for body, message in WRONG:
+        status, answer = client.call("POST", "/generate", body)
+        assert (status, message in answer["error"]["message"]) == (400, True), (body, answer)
+    for malformed in (b"{", b"\xff\xfe", b"[" * 50_000, b'{"input_ids": "\\ud800"}', b"null"):
+        status, answer = client.call("POST", "/generate", malformed)
+        assert status == 400 and answer["error"]["message"], malformed[:30]
 
 
 def test_a_body_beyond_the_limit_is_answered_413(client: Client) -> None:
     assert client.call("POST", "/generate", b" " * 100_001)[0] == 413
 
 
-@pytest.mark.parametrize("key", [None, "", "wrong", API_KEY + "x", "h\xe9"])
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "/generate"),
-        ("GET", "/health"),
-        ("GET", "/ready"),
-        ("GET", "/get_model_info"),
-        ("GET", "/metrics"),
-        ("GET", "/no_such_endpoint"),
-    ],
-)
-def test_every_endpoint_is_closed_without_the_key(client: Client, method: str, path: str, key: str | None) -> None:
-    status, answer = client.call(method, path, key=key)
-    assert status == 401
-    assert API_KEY not in answer.decode()
+def test_every_endpoint_is_closed_without_the_key(client: Client) -> None:
+    paths = ("/health", "/ready", "/get_model_info", "/metrics", "/no_such_endpoint")
+    for method, path in [("POST", "/generate"), *(("GET", path) for path in paths)]:
+        for key in (None, "", "wrong", API_KEY + "x", "h\xe9"):
+            status, answer = client.call(method, path, key=key)
+            assert status == 401 and API_KEY not in str(answer), (path, key)
 
 
 def test_unknown_paths_and_methods_are_answered_404_and_405(client: Client) -> None:
-    assert client.get("/no_such_endpoint")[0] == 404
-    assert client.get("/generate")[0] == 405
+    assert client.call("GET", "/no_such_endpoint")[0] == 404
+    assert client.call("GET", "/generate")[0] == 405
 
 
 def test_the_server_tells_its_model_state_and_metrics(shared: Served, client: Client, directories: list[Path]) -> None:
-    status, body = client.get("/get_model_info")
-    model = json.loads(body)
-    assert (status, model["model_path"], model["weight_version"]) == (200, str(directories[0]), "1.0")
+    model = client.get("/get_model_info")
+    assert (model["model_path"], model["weight_version"]) == (str(directories[0]), "1.0")
     assert model["model_type"] == "qwen2"
-    assert client.get("/health")[0] == client.get("/ready")[0] == 200
-    start_running(client, 2)
-    assert (client.count("num_running_reqs"), client.count("num_queue_reqs")) == (2, 0)
+    assert client.call("GET", "/health")[0] == client.call("GET", "/ready")[0] == 200
+    running = [client.start([7, index], **LONG) for index in range(2)]
+    wait_until(lambda: client.metric("num_running_reqs") == 2, "the requests to run")
+    assert (client.metric("num_running_reqs"), client.metric("num_queue_reqs")) == (2, 0)
     shared.pause("abort")
     shared.go_on()
-    before = client.count("generation_tokens_total")
-    client.generate(input_ids=[7], sampling_params={"max_new_tokens": 9, "ignore_eos": True})
-    assert client.count("generation_tokens_total") == before + 9
-
-
-def test_an_aborted_request_is_answered_with_its_tokens_so_far(shared: Served, client: Client) -> None:
-    [running] = start_running(client)
-    shared.pause("abort")
-    answer = running.result(DEADLINE_S)
-    assert answer["meta_info"]["finish_reason"] == {
-        "type": "abort",
-        "message": "Aborted",
-        "status_code": None,
-        "err_type": None,
-    }
-    assert 0 < len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 3000
-
-
-def stream(client: Client, **body: Any) -> list[str]:
-    """The events of a streamed reply."""
-    status, answer = client.call("POST", "/generate", json.dumps({**body, "stream": True}).encode())
-    assert status == 200
-    *events, end = answer.decode().split("\n\n")
-    assert end == "" and all(event.startswith("data: ") for event in events)
-    return [event.removeprefix("data: ") for event in events]
-
-
-def test_a_stream_brings_each_token_once_and_as_many_at_a_time_as_are_asked_for(client: Client) -> None:
-    sampling = {"max_new_tokens": 100, "ignore_eos": True, "sampling_seed": 3, "stream_interval": 30}
-    body = {"input_ids": [7, 9], "sampling_params": sampling}
-    *events, done = stream(client, **body, return_logprob=True)
-    assert done == "[DONE]"
-    pieces = [json.loads(event) for event in events]
-    whole = client.generate(**body, return_logprob=True)
-    assert len(pieces[0]["output_ids"]) <= 2 and [len(piece["output_ids"]) for piece in pieces[1:-1]] == [30] * 3
-    assert [token for piece in pieces for token in piece["output_ids"]] == whole["output_ids"]
-    triples = [triple for piece in pieces for triple in piece["meta_info"]["output_token_logprobs"]]
-    assert triples == whole["meta_info"]["output_token_logprobs"]
-    length = 0
-    for piece in pieces:
-        meta, length = piece["meta_info"], length + len(piece["output_ids"])
-        assert (meta["id"], meta["completion_tokens"]) == (pieces[0]["meta_info"]["id"], length)
-        assert meta["weight_versions"] == [{"version": "1.0", "start": 0, "end": length}]
-    reasons = [piece["meta_info"]["finish_reason"] for piece in pieces]
-    assert reasons == [None] * (len(pieces) - 1) + [{"type": "length", "length": 100}]
+    assert all(answer.result(DEADLINE_S)["meta_info"]["finish_reason"]["type"] == "abort" for answer in running)
+    before = client.metric("generation_tokens_total")
+    client.generate([7], max_new_tokens=9, ignore_eos=True)
+    assert client.metric("generation_tokens_total") == before + 9
 
 
 @pytest.mark.parametrize("streamed", [b"true", b"false"])
@@ -396,65 +221,26 @@ def test_a_client_that_hangs_up_ends_its_answer(client: Client, streamed: bytes)
     body = b'{"input_ids": [7], "stream": %b, "sampling_params": %b}' % (streamed, sampling)
     with raw_connection(client) as connection:
         connection.sendall(raw_request(body))
-        wait_until(lambda: client.count("num_running_reqs") == 1, "the request to run")
+        wait_until(lambda: client.metric("num_running_reqs") == 1, "the request to run")
         if streamed == b"true":
             assert connection.recv(100)
-    wait_until(lambda: client.count("num_running_reqs") == 0, "the request to be aborted")
+    wait_until(lambda: client.metric("num_running_reqs") == 0, "the request to be aborted")
 
 
 def test_an_aborted_stream_ends_with_the_reason(shared: Served, client: Client) -> None:
-    streaming = client.pool.submit(lambda: stream(client, input_ids=[7], sampling_params=LONG))
-    wait_until(lambda: client.count("num_running_reqs") == 1, "the request to run")
+    streaming = client.pool.submit(lambda: client.stream([7], **LONG))
+    wait_until(lambda: client.metric("num_running_reqs") == 1, "the request to run")
     shared.pause("abort")
-    *events, done = streaming.result(DEADLINE_S)
-    assert json.loads(events[-1])["meta_info"]["finish_reason"]["type"] == "abort" and done == "[DONE]"
-
-
-def test_a_paused_server_is_not_ready_and_new_requests_wait(shared: Served, client: Client) -> None:
-    for _ in range(2):
-        shared.pause("retract")
-    assert client.get("/ready")[0] == client.get("/health")[0] == 503
-    waiting = client.start(input_ids=[7], sampling_params={"max_new_tokens": 3, "ignore_eos": True})
-    wait_until(lambda: client.count("num_queue_reqs") == 1, "the request to queue")
-    for _ in range(2):
-        shared.go_on()
-    assert len(waiting.result(DEADLINE_S)["output_ids"]) == 3
-    assert client.get("/ready")[0] == client.get("/health")[0] == 200
-
-
-def test_a_request_interrupted_by_an_update_carries_both_versions_and_each_ones_logprobs(
-    shared: Served, client: Client, directories: list[Path], references: list[Any]
-) -> None:
-    futures = start_running(client, 2, temperature=0.9, max_new_tokens=1500)
-    shared.change_over(directories[1], "1.1")
-    for index, future in enumerate(futures):
-        meta = (reply := future.result(DEADLINE_S))["meta_info"]
-        old, new = meta["weight_versions"]
-        assert (old["version"], new["version"], meta["weight_version"]) == ("1.0", "1.1", "1.1")
-        assert (old["start"], old["end"], new["end"]) == (0, new["start"], 1500)
-        assert meta["num_retractions"] == 1
-        logprobs = [logprob for logprob, _, _ in meta["output_token_logprobs"]]
-        by_old, by_new = (
-            reference_logprobs(reference, [7, index], reply["output_ids"], temperature=0.9).tolist()
-            for reference in references
-        )
-        assert logprobs[: old["end"]] == pytest.approx(by_old[: old["end"]], abs=1e-3)
-        assert logprobs[old["end"] :] == pytest.approx(by_new[old["end"] :], abs=1e-3)
-
-
-def test_bad_weights_are_rejected_whatever_stands_in_their_place(shared: Served, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"not weights")
-    for path in (str(tmp_path), str(tmp_path / "absent"), "/dev/null", "\0", "a" * 10_000):
-        with pytest.raises(WeightsRejectedError, match="weights in"):
-            shared.server.loop.engine.stage_weights(Path(path))
+    assert streaming.result(DEADLINE_S)[-1]["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_a_full_queue_is_answered_503(shared: Served, client: Client) -> None:
-    shared.pause("abort")
-    sampling = {"max_new_tokens": 2, "ignore_eos": True}
-    waiting = [client.start(input_ids=[7], sampling_params=sampling) for _ in range(36)]
-    wait_until(lambda: client.count("num_queue_reqs") == 36, "the requests to queue")
-    status, answer = client.post("/generate", {"input_ids": [7]})
+    for _ in range(2):  # the second changes nothing
+        shared.pause("abort")
+    assert client.call("GET", "/ready")[0] == client.call("GET", "/health")[0] == 503
+    waiting = [client.start([7], max_new_tokens=2, ignore_eos=True) for _ in range(36)]
+    wait_until(lambda: client.metric("num_queue_reqs") == 36, "the requests to queue")
+    status, answer = client.call("POST", "/generate", {"input_ids": [7]})
     assert status == 503
     assert "36 of at most 36 requests are in flight" in answer["error"]["message"]
     shared.go_on()
@@ -475,7 +261,7 @@ def raw_request(body: bytes, headers: bytes = b"") -> bytes:
     return head.encode() + headers + b"\r\n" + body
 
 
-def test_a_thousand_random_blobs_do_not_harm_the_server(client: Client, references: list[Any]) -> None:
+def test_hundreds_of_random_blobs_do_not_harm_the_server(client: Client, references: list[Any]) -> None:
     generator = random.Random(7)
     valid = json.dumps({"input_ids": [7, 8], "sampling_params": {"max_new_tokens": 2}}).encode()
 
@@ -494,7 +280,7 @@ def test_a_thousand_random_blobs_do_not_harm_the_server(client: Client, referenc
         ]
         return kinds[index % len(kinds)]
 
-    for index in range(1000):
+    for index in range(300):
         with raw_connection(client) as connection:
             connection.sendall(blob(index))
             if index % 10 == 0:  # most clients just vanish; some wait until the server has answered or hung up
@@ -502,9 +288,9 @@ def test_a_thousand_random_blobs_do_not_harm_the_server(client: Client, referenc
                     connection.shutdown(socket.SHUT_WR)
                     while connection.recv(4096):
                         pass
-    answer = client.generate(input_ids=[7], sampling_params={"max_new_tokens": 8, "temperature": 0, "ignore_eos": True})
+    answer = client.generate([7], max_new_tokens=8, temperature=0, ignore_eos=True)
     assert answer["output_ids"] == reference_greedy(references[0], [7], max_new_tokens=8)
-    wait_until(lambda: client.count("num_running_reqs") == 0, "the requests of vanished clients to end")
+    wait_until(lambda: client.metric("num_running_reqs") == 0, "the requests of vanished clients to end")
 
 
 class FailingEngine(GenerationEngine):
@@ -518,22 +304,16 @@ def test_a_failed_engine_answers_everyone_and_reports_itself(directories: list[P
     with serving(FailingEngine(directories[0])) as served:
         client = served.client
         served.pause("abort")
-        waiting = client.pool.submit(lambda: client.post("/generate", {"input_ids": [7]}))
-        streaming = client.pool.submit(lambda: stream(client, input_ids=[7]))
-        wait_until(lambda: client.count("num_queue_reqs") == 2, "the requests to queue")
+        waiting = client.pool.submit(lambda: client.call("POST", "/generate", {"input_ids": [7]}))
+        streaming = client.pool.submit(lambda: client.stream([7]))
+        wait_until(lambda: client.metric("num_queue_reqs") == 2, "the requests to queue")
         served.go_on()
         with pytest.raises(RuntimeError, match="the device is gone"):
             served.loop.run(served.server.wait_ended())
         status, answer = waiting.result(DEADLINE_S)
         assert status == 503
         assert "the device is gone" in answer["error"]["message"]
-        event, done = streaming.result(DEADLINE_S)
-        assert "the device is gone" in json.loads(event)["error"]["message"] and done == "[DONE]"
-        assert client.get("/health")[0] == 503
-        assert client.post("/generate", {"input_ids": [7]})[0] == 503
-
-
-def test_stopping_the_server_answers_what_is_in_flight(directories: list[Path]) -> None:
-    with serving(GenerationEngine(directories[0])) as served:
-        [running] = start_running(served.client)
-    assert running.result(DEADLINE_S)["meta_info"]["finish_reason"]["type"] == "abort"
+        [event] = streaming.result(DEADLINE_S)
+        assert "the device is gone" in event["error"]["message"]
+        assert client.call("GET", "/health")[0] == 503
+        assert client.call("POST", "/generate", {"input_ids": [7]})[0] == 503

@@ -13,16 +13,10 @@ from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.linear import Int8Linear, quantize
 from corral.workers.engine.requests import GenerationRequest
 from corral.workers.engine.sampling import SamplingParams
-from tests.workers.engine.tiny_models import load_reference, reference_logprobs, save_tiny_model
+from tests.workers.engine.tiny_models import load_reference, reference_logprobs
 
 DTYPES = (torch.float32, torch.bfloat16)
 LAYER_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("models")
-    return [save_tiny_model(root / f"v{seed}", seed=seed) for seed in range(2)]
 
 
 def rounded_by_hand(row: list[float], scale: float) -> list[int]:

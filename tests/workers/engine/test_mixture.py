@@ -123,14 +123,6 @@ def test_a_rounded_mixture_answers_nearly_alike(directories: list[Path], dtype: 
     assert gap < (1e-5 if dtype == "float32" and quantization is None else 0.5)
 
 
-def test_new_weights_come_from_files_with_the_experts_one_by_one(directories: list[Path]) -> None:
-    engine = GenerationEngine(directories[0])
-    engine.apply_weights(engine.stage_weights(directories[1]), version="1.1")
-    [output] = engine.generate([request("a", PROMPTS[1], sampling_seed=1)])
-    expected = reference_logprobs(load_reference(directories[1]), PROMPTS[1], output.output_ids)
-    torch.testing.assert_close(torch.tensor(output.output_logprobs), expected, atol=1e-4, rtol=0)
-
-
 def test_a_dense_model_has_no_experts_to_say(tmp_path: Path) -> None:
     engine = GenerationEngine(save_tiny_model(tmp_path / "dense"))
     with pytest.raises(ValueError, match="has no experts"):

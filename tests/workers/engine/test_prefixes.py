@@ -88,21 +88,6 @@ def test_requests_that_share_their_beginnings_are_answered_as_if_each_were_alone
     assert num_shared > 0
 
 
-def test_a_sibling_a_continuation_and_a_next_turn_compute_what_is_new(directories: list[Path]) -> None:
-    engine = GenerationEngine(directories[0])
-    engine.add(request("running", max_new_tokens=100))
-    engine.step()
-    [sibling] = engine.generate([request("sibling", seed=2)])[-1:]
-    assert sibling.cached_tokens == len(PROMPT) - 1
-    made = sibling.output_ids
-    prompt = (*PROMPT, *made)
-    [continuation] = engine.generate([GenerationRequest(request_id="a", prompt=prompt, sampling=SamplingParams())])
-    assert continuation.cached_tokens == len(prompt) - 1  # the last token was read by nobody
-    turn = (*prompt, 3, 3, 4)
-    [output] = engine.generate([GenerationRequest(request_id="b", prompt=turn, sampling=SamplingParams())])
-    assert output.cached_tokens == len(prompt)
-
-
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_what_other_weights_have_computed_is_not_shared(directories: list[Path], mode: Any) -> None:
     engine = GenerationEngine(directories[0])

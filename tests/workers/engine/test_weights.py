@@ -1,6 +1,7 @@
 """New weights are taken over whole or not at all."""
 
 import gc
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -11,13 +12,14 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from corral.workers.engine import weights as checksums
 from corral.workers.engine.engine import GenerationEngine
 from corral.workers.engine.linear import Linear
 from corral.workers.engine.requests import GenerationRequest
 from corral.workers.engine.sampling import SamplingParams
-from corral.workers.engine.weights import WeightsRejectedError, stage_weights
+from corral.workers.engine.weights import Checksums, WeightsRejectedError, stage_weights
 from tests.workers.engine.tiny_models import load_reference, reference_greedy, save_tiny_model
 
 REQUEST = GenerationRequest(
@@ -25,24 +27,14 @@ REQUEST = GenerationRequest(
 )
 
 
-@pytest.fixture(scope="module")
-def old_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "old", seed=0)
-
-
-@pytest.fixture(scope="module")
-def new_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "new", seed=1)
-
-
 def greedy(engine: GenerationEngine) -> list[int]:
     return list(engine.generate([REQUEST])[0].output_ids)
 
 
-def test_an_update_serves_what_transformers_would_load(old_directory: Path, new_directory: Path) -> None:
-    engine = GenerationEngine(old_directory, version="1.0")
-    engine.apply_weights(engine.stage_weights(new_directory), version="1.1")
-    assert greedy(engine) == reference_greedy(load_reference(new_directory), REQUEST.prompt, max_new_tokens=12)
+def test_an_update_serves_what_transformers_would_load(directories: list[Path]) -> None:
+    engine = GenerationEngine(directories[0], version="1.0")
+    engine.apply_weights(engine.stage_weights(directories[1]), version="1.1")
+    assert greedy(engine) == reference_greedy(load_reference(directories[1]), REQUEST.prompt, max_new_tokens=12)
     assert engine.version == "1.1"
 
 
@@ -75,18 +67,18 @@ def test_the_product_by_a_copy_equals_that_by_the_weight(num_rows: int, num_outp
         torch.testing.assert_close(linear(inputs), expected, atol=1e-4, rtol=1e-5)
 
 
-def test_weights_in_several_files_are_read_through_their_index(old_directory: Path, tmp_path: Path) -> None:
+def test_weights_in_several_files_are_read_through_their_index(directories: list[Path], tmp_path: Path) -> None:
     sharded = save_tiny_model(tmp_path / "sharded", seed=1, max_shard_size="60KB")
     assert len(list(sharded.glob("*.safetensors"))) > 1
-    engine = GenerationEngine(old_directory)
+    engine = GenerationEngine(directories[0])
     engine.apply_weights(engine.stage_weights(sharded), version="1.1")
     assert greedy(engine) == reference_greedy(load_reference(sharded), REQUEST.prompt, max_new_tokens=12)
 
 
-def test_weights_of_another_precision_are_converted_as_at_start_up(old_directory: Path, new_directory: Path) -> None:
-    engine = GenerationEngine(old_directory, dtype="bfloat16")
-    engine.apply_weights(engine.stage_weights(new_directory), version="1.1")
-    assert greedy(engine) == greedy(GenerationEngine(new_directory, dtype="bfloat16"))
+def test_weights_of_another_precision_are_converted_as_at_start_up(directories: list[Path]) -> None:
+    engine = GenerationEngine(directories[0], dtype="bfloat16")
+    engine.apply_weights(engine.stage_weights(directories[1]), version="1.1")
+    assert greedy(engine) == greedy(GenerationEngine(directories[1], dtype="bfloat16"))
 
 
 def test_a_tied_head_may_be_stored_twice_but_not_differ(tmp_path: Path) -> None:
@@ -139,15 +131,14 @@ def poison(tensors: dict[str, Tensor]) -> None:
     ],
 )
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(
-    old_directory: Path,
-    new_directory: Path,
+    directories: list[Path],
     tmp_path: Path,
     spoil: Callable[[dict[str, Tensor]], None],
     message: str,
 ) -> None:
-    engine = GenerationEngine(old_directory, version="1.0")
+    engine = GenerationEngine(directories[0], version="1.0")
     before = greedy(engine)
-    tensors = load_file(new_directory / "model.safetensors")
+    tensors = load_file(directories[1] / "model.safetensors")
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(WeightsRejectedError, match=message):
@@ -156,11 +147,12 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve_on(
     assert engine.version == "1.0"
 
 
-def test_unreadable_weights_are_refused(old_directory: Path, new_directory: Path, tmp_path: Path) -> None:
-    engine = GenerationEngine(old_directory)
-    with pytest.raises(WeightsRejectedError, match="could not be read"):
-        engine.apply_weights(engine.stage_weights(tmp_path / "absent"), version="1.1")
-    content = (new_directory / "model.safetensors").read_bytes()
+def test_unreadable_weights_are_refused(directories: list[Path], tmp_path: Path) -> None:
+    engine = GenerationEngine(directories[0])
+    for path in (tmp_path / "absent", Path("/dev/null"), Path("\0"), Path("a" * 10_000)):
+        with pytest.raises(WeightsRejectedError, match="weights in"):
+            engine.stage_weights(path)
+    content = (directories[1] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(WeightsRejectedError, match="could not be read"):
         engine.apply_weights(engine.stage_weights(tmp_path), version="1.1")
@@ -179,3 +171,25 @@ def test_reading_weights_again_and_again_leaves_nothing_behind(tmp_path: Path) -
         gc.collect()
         held.append(psutil.Process().memory_info().rss)
     assert held[1] - held[0] < 1.5 * 2**20  # 60 bytes for each of 60,000 tensors would be 3.6 MB
+
+
+# --- checksums of live weights --------------------------------------------------------------------------------------
+
+
+def sha256_of(*values: float) -> str:
+    return hashlib.sha256(torch.tensor(values).numpy().tobytes()).hexdigest()[:16]
+
+
+def test_a_tensor_is_hashed_once_until_somebody_writes_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ParameterDict({name: nn.Parameter(torch.tensor([1.0, 2.0])) for name in ("a", "b", "c")})
+    held = Checksums(model)
+    names = held.names(skipped=["c"])
+    assert held.of(names) == {"a": sha256_of(1.0, 2.0), "b": sha256_of(1.0, 2.0)}
+    hashed = []
+    hash_data = checksums.fingerprint
+    monkeypatch.setattr(checksums, "fingerprint", lambda data: [hashed.append(data), hash_data(data)][1])
+    assert held.of(names) == {"a": sha256_of(1.0, 2.0), "b": sha256_of(1.0, 2.0)} and not hashed
+    with torch.no_grad():
+        model["a"][1] = 3.0
+    assert held.of(names) == {"a": sha256_of(1.0, 3.0), "b": sha256_of(1.0, 2.0)}
+    assert len(hashed) == 1

@@ -48,7 +48,7 @@ class Client:
         connection = connection_to(self.url, timeout_s=DEADLINE_S)
         headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            connection.request(method, path, body if isinstance(body, bytes | None) else json.dumps(body), headers)
             response = connection.getresponse()
             answer = response.read()
         finally:
@@ -157,6 +157,12 @@ class Served:
         return futures
 
 
+def staging(config: WeightsConfig = WeightsConfig()) -> WeightStaging:  # noqa: B008 - it is frozen
+    """What a server of a trial of its own gets new weights by."""
+    uuid_of_trial = uuid.uuid4().hex
+    return make_staging(config, trial_uuid=uuid_of_trial, worker="server", admin_key=ADMIN_KEY, tls=trust().client())
+
+
 @contextmanager
 def serving(
     kind: str,
@@ -174,13 +180,7 @@ def serving(
             return open_session(trust().client())
 
         session = loop.run(connect())
-        transport = make_staging(
-            transport_config,
-            trial_uuid=uuid.uuid4().hex,
-            worker="generation_server/0",
-            admin_key=ADMIN_KEY,
-            tls=trust().client(),
-        )
+        transport = staging(transport_config)
         updates = WeightUpdates(transport, mode=transport_config.update_mode)
         if kind == "hf":
             backend: GenerationBackend = embedded(weights)

@@ -7,7 +7,6 @@ import asyncio
 import json
 import shutil
 import signal
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,7 +33,6 @@ from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.generation.weight_updates import UpdateOrder, WeightsTornError
 from corral.workers.rollout.generation_client import FailedTry, GenerationClient, RouteFunction
 from corral.workers.streams.https import open_session
-from corral.workers.weight_transport.staging import make_staging
 from tests.workers.backends.trained_versions import publish, stepped
 from tests.workers.backends.training_helpers import read_weights
 from tests.workers.checkpoint.sealing import describe
@@ -53,6 +51,7 @@ from tests.workers.generation.servers import (
     DEADLINE_S,
     Served,
     serving,
+    staging,
     wait_until,
 )
 from tests.workers.trusted import trust
@@ -284,10 +283,7 @@ def test_pause_in_place_goes_on_with_the_cache_of_the_old_weights(
     served: Served, models: list[Path], references: list[Any]
 ) -> None:
     [running] = served.start_running([SHORT], **IN_FLIGHT)
-    transport = make_staging(
-        WeightsConfig(), trial_uuid=uuid.uuid4().hex, worker="server", admin_key=ADMIN_KEY, tls=trust().client()
-    )
-    with served.taking(transport, mode="in_place") as taking:
+    with served.taking(staging(), mode="in_place") as taking:
         taking.bring_to("0.1", models[1])
     answer = running.result(DEADLINE_S)
     ids = answer["output_ids"]
@@ -387,10 +383,7 @@ def test_weights_from_another_host_are_taken_over_with_requests_in_flight(
     memory = tmp_path / "memory"
     memory.mkdir()
     config = WeightsConfig(transport="broadcast", host_directory=memory)
-    transport = make_staging(
-        config, trial_uuid=uuid.uuid4().hex, worker="server", admin_key=ADMIN_KEY, tls=trust().client()
-    )
-    with running_hosts(tmp_path) as hosts, served.taking(transport) as taking:
+    with running_hosts(tmp_path) as hosts, served.taking(staging(config)) as taking:
         giver = hosts.add()
         hosts.stage(giver, weights)
         for name in sealed.files.keys() - {MANIFEST_NAME}:
@@ -419,14 +412,7 @@ def test_a_delta_is_taken_over_as_the_whole_weights_are_with_requests_in_flight(
         versions.append(publish(tmp_path / f"v{number}", weights[-1], base=base, companions=models[1]))
     tear(versions[2].path / "model.safetensors.delta")
     references = [load_reference(version.path) for version in versions]
-    transport = make_staging(
-        WeightsConfig(transport="delta"),
-        trial_uuid=uuid.uuid4().hex,
-        worker="server",
-        admin_key=ADMIN_KEY,
-        tls=trust().client(),
-    )
-    with served.taking(transport) as taking:
+    with served.taking(staging(WeightsConfig(transport="delta"))) as taking:
         taking.bring_to("0.1", versions[0].path, digest=versions[0].digest)
         bytes_read = [bytes_of_last_update(taking)]
         for old, version in enumerate(versions[1:]):
@@ -452,14 +438,7 @@ def test_after_many_adapters_a_server_has_the_bits_of_the_last_merged_weights(
     last = 12 if isinstance(served.backend, SglangBackend) else 50  # one code merges for both, and SGLang takes longer
     weights, generator = read_weights(models[0]), torch.Generator().manual_seed(0)
     shapes = {name: tensor.shape for name, tensor in weights.items() if name.endswith("_proj.weight")}
-    transport = make_staging(
-        WeightsConfig(transport="lora"),
-        trial_uuid=uuid.uuid4().hex,
-        worker="server",
-        admin_key=ADMIN_KEY,
-        tls=trust().client(),
-    )
-    with served.taking(transport) as taking:
+    with served.taking(staging(WeightsConfig(transport="lora"))) as taking:
         for number in range(1, last + 1):
             adapter = random_adapter(shapes, rank=1, generator=generator)
             files = {"model.safetensors": merged(weights, adapter, dtype=torch.float32)}
@@ -571,10 +550,7 @@ def test_rollout_workers_get_whole_groups_over_an_update_in_the_middle_of_answer
         tried.append(setback)
         return served.client.url
 
-    transport = make_staging(
-        WeightsConfig(), trial_uuid=uuid.uuid4().hex, worker="server", admin_key=ADMIN_KEY, tls=trust().client()
-    )
-    with served.taking(transport, mode=mode) as taking, ThreadPoolExecutor(1) as pool:
+    with served.taking(staging(), mode=mode) as taking, ThreadPoolExecutor(1) as pool:
         sampling = sample_group(route, num_answers=64, max_new_tokens=200)
         asking = pool.submit(served.run, sampling)
         wait_until(lambda: served.client.metric("num_running_reqs") >= 8, "answers to be under way")

@@ -3,34 +3,27 @@
 import asyncio
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from corral.experiments.config.rollout import SglangConfig
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.inputs.other_pythons import sglang_python
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.trial.processes import process_start_ticks
 from corral.name_resolve.base import NameNotFoundError
 from corral.name_resolve.keys import TrialKeys
-from corral.workers.generation import generation_server
 from corral.workers.generation.generation_server import MAX_RESTARTS, GenerationServer
 from corral.workers.generation.sglang_process import SglangProcess
 from corral.workers.lifecycle.worker import run_to_exit_code
 from tests.launcher.trials import make_plan
 from tests.name_services import MemoryNameService, MemoryStore
-from tests.workers.engine.tiny_models import save_tiny_model
 from tests.workers.generation.servers import DEADLINE_S, server_spec, wait_until
 from tests.workers.worker_context import worker_context
 
@@ -117,42 +110,6 @@ def test_a_spent_budget_ends_the_worker_with_the_servers_last_words(
     for words in ("with exit code 3", "the last words of the stub", "its 3 restarts are spent"):
         assert words in caplog.text
     assert "the last words of the stub" in rig.trial.worker_log(0, "sglang", 0).read_text()
-
-
-@pytest.mark.slow
-def test_a_real_sglang_that_is_killed_once_more_than_the_budget_allows_ends_its_worker(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(generation_server, "MAX_RESTARTS", 0)
-    save_tiny_model(tmp_path / "model")
-    rig = Rig(tmp_path, python=str(sglang_python(SglangConfig())))
-
-    is_over = threading.Event()
-
-    def kill_scheduler() -> list[psutil.Process]:
-        try:
-            wait_until(lambda: bool(rig.record()) or is_over.is_set(), "SGLang to serve")
-            everybody = psutil.Process().children(recursive=True)
-            [scheduler] = [child for child in everybody if "scheduler" in child.name()]
-        except BaseException:
-            if not is_over.is_set():
-                os.kill(os.getpid(), signal.SIGINT)  # else the worker would serve for ever
-            raise
-        scheduler.kill()
-        return everybody
-
-    with ThreadPoolExecutor(1) as pool:
-        killing = pool.submit(kill_scheduler)
-        exit_code = rig.run()
-        is_over.set()
-        servers = killing.result(DEADLINE_S)
-    assert exit_code == WorkerExit.ERROR
-    assert re.search(r"BackendLostError: SGLang (ended|at http\S+ hangs)", caplog.text)
-    assert "its server is not started again: its 0 restarts are spent" in caplog.text
-    assert rig.record() == {}
-    log = rig.trial.worker_log(0, "sglang", 0)
-    wait_until(lambda: "crashed with exit code -9" in log.read_text(), "SGLang's own words of it")
-    wait_until(lambda: not any(server.is_running() for server in servers), "SGLang's processes to be gone")
 
 
 def test_flags_that_sglang_does_not_know_are_the_users_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

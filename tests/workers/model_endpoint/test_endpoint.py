@@ -5,6 +5,7 @@ import json
 import logging
 import stat
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,12 @@ from urllib.parse import urlsplit
 import aiohttp
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from corral.experiments.prompts import chat
 from corral.experiments.trial.guarded_listener import GuardedListener
+from corral.workers.engine.engine import GenerationEngine
 from corral.workers.episodes.log import EpisodeLog
 from corral.workers.episodes.trajectories import JudgedEpisode, make_sample
 from corral.workers.model_endpoint import endpoint
@@ -24,7 +28,9 @@ from corral.workers.model_endpoint.endpoint import Conversations
 from corral.workers.rollout.episode_session import EpisodeSession
 from tests.chat_models import ADD, ENDS, TWO_TURNS, VOCABULARY, ids_of, write_chat_tokenizer
 from tests.strangers import asking, check_only_the_silent_are_closed
-from tests.workers.model_endpoint.rig import DEADLINE_S, MAX_MODEL_LEN, Rig, ScriptedServer, scripted
+from tests.workers.engine.tiny_models import load_reference, reference_logprobs, save_tiny_model
+from tests.workers.model_endpoint.rig import DEADLINE_S, MAX_MODEL_LEN, Rig, ScriptedServer, rig, scripted
+from tests.workers.rollout.engine_servers import serving
 
 Play = Callable[[Rig, ScriptedServer], Awaitable[None]]
 ASKED = {"role": "user", "content": "1+1?"}
@@ -275,72 +281,47 @@ def test_limits_of_an_episode_are_errors_that_nobody_tries_again(tmp_path: Path)
     play(tmp_path, "qwen", [ids_of("1" * 90, "<|im_end|>")], program)
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        ({"n": 2}, "n is 2, and a request has one answer"),
-        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs are not kept"),
-        ({"response_format": {"type": "json_object"}}, "response_format would sample"),
-        ({"tools": [{"type": "function"}]}, r"tools \[0\] is no"),
-        ({"max_tokens": 0}, "an answer has at least one token"),
-        ({"messages": []}, "at least one"),
-        ({"messages": [{"role": "robot", "content": ""}]}, "has role 'robot'"),
-        ({"messages": [ASKED, {"role": "system", "content": "s"}]}, "the system speaks first"),
-        ({"messages": "hello"}, "the body is no ChatRequest"),
-        ({"parallel_tool_calls": False}, "the field parallel_tool_calls is not heeded; it is always true here"),
-        ({"functions": [{"name": "f"}]}, "the field functions is not heeded; leave it out"),
-        ({"function_call": {"name": "f"}}, "the field function_call is not heeded"),
-        ({"logit_bias": {"5": 1}}, "the field logit_bias is not heeded"),
-        ({"audio": {"voice": "alloy", "format": "wav"}}, "the field audio is not heeded"),
-        ({"modalities": ["text", "audio"]}, "the field modalities is not heeded"),
-        ({"verbosity": "low"}, "the field verbosity is not heeded"),
-        ({"reasoning_effort": "low"}, "chat_template_kwargs: .* takes no argument 'reasoning_effort'"),
-        ({"stream_options": {"continuous_usage_stats": True}, "stream": True}, "continuous_usage_stats is not heeded"),
-        *(
-            ({"extra_body": {name: value}}, f"the field {name} is not heeded")
-            for name, value in {
-                "add_generation_prompt": False,
-                "allowed_token_ids": [1],
-                "bad_words": ["x"],
-                "best_of": 2,
-                "chat_template": "{{ messages }}",
-                "continue_final_message": True,
-                "documents": [{"text": "x"}],
-                "ebnf": "root ::= x",
-                "echo": True,
-                "guided_choice": ["a"],
-                "guided_grammar": "x",
-                "guided_json": {"type": "object"},
-                "guided_regex": "x",
-                "ignore_eos": True,
-                "include_reasoning": False,
-                "include_stop_str_in_output": True,
-                "json_schema": "{}",
-                "lora_path": "x",
-                "min_tokens": 5,
-                "mm_processor_kwargs": {"x": 1},
-                "no_stop_trim": True,
-                "prompt_logprobs": 3,
-                "regex": "x",
-                "return_token_ids": True,
-                "return_tokens_as_token_ids": True,
-                "separate_reasoning": False,
-                "skip_special_tokens": True,
-                "some_field_of_tomorrow": 1,
-                "structured_outputs": {"json": {}},
-                "truncate_prompt_tokens": 5,
-                "use_beam_search": True,
-            }.items()
-        ),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs: .*no argument"),
-    ],
-)
-def test_what_cannot_be_answered_is_refused_in_openais_form(tmp_path: Path, asked: dict[str, Any], words: str) -> None:
+UNANSWERED: list[tuple[dict[str, Any], str]] = [
+    ({"n": 2}, "n is 2, and a request has one answer"),
+    ({"top_logprobs": 3, "logprobs": True}, "top_logprobs are not kept"),
+    ({"response_format": {"type": "json_object"}}, "response_format would sample"),
+    ({"tools": [{"type": "function"}]}, r"tools \[0\] is no"),
+    ({"max_tokens": 0}, "an answer has at least one token"),
+    ({"messages": []}, "at least one"),
+    ({"messages": [{"role": "robot", "content": ""}]}, "has role 'robot'"),
+    ({"messages": [ASKED, {"role": "system", "content": "s"}]}, "the system speaks first"),
+    ({"messages": "hello"}, "the body is no ChatRequest"),
+    ({"parallel_tool_calls": False}, "the field parallel_tool_calls is not heeded; it is always true here"),
+    ({"functions": [{"name": "f"}]}, "the field functions is not heeded; leave it out"),
+    ({"modalities": ["text", "audio"]}, "the field modalities is not heeded"),
+    ({"reasoning_effort": "low"}, "chat_template_kwargs: .* takes no argument 'reasoning_effort'"),
+    ({"stream_options": {"continuous_usage_stats": True}, "stream": True}, "continuous_usage_stats is not heeded"),
+    *(
+        ({"extra_body": {name: value}}, f"the field {name} is not heeded")
+        for name, value in {
+            "add_generation_prompt": False,
+            "best_of": 2,
+            "continue_final_message": True,
+            "guided_json": {"type": "object"},
+            "include_reasoning": False,
+            "min_tokens": 5,
+            "return_token_ids": True,
+            "separate_reasoning": False,
+            "skip_special_tokens": True,
+            "some_field_of_tomorrow": 1,
+        }.items()
+    ),
+    ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs: .*no argument"),
+]
+
+
+def test_what_cannot_be_answered_is_refused_in_openais_form(tmp_path: Path) -> None:
     async def program(rig: Rig, server: ScriptedServer) -> None:
         client = rig.program(rig.endpoint.open_episode(rig.session()))
-        with pytest.raises(openai.BadRequestError, match=words) as refused:
-            await client.chat.completions.create(**{"model": "any", "messages": [ASKED], **asked})
-        assert refused.value.type == "invalid_request_error"
+        for asked, words in UNANSWERED:
+            with pytest.raises(openai.BadRequestError, match=words) as refused:
+                await client.chat.completions.create(**{"model": "any", "messages": [ASKED], **asked})
+            assert refused.value.type == "invalid_request_error"
         assert not server.bodies
 
     play(tmp_path, "qwen", [[1]], program)
@@ -634,3 +615,121 @@ def test_the_socket_reaches_where_no_network_is(tmp_path: Path) -> None:
             await rig.endpoint.start(path)
 
     play(tmp_path, "qwen", [ids_of("2", ENDS["qwen"])], program)
+
+
+# --- whatever programs say in whatever order ------------------------------------------------------------------------
+
+# Of each request: the conversation that it goes on from, how much of that is cut away, what is said then, and how many
+# ask the same at the same time.
+_LONGEST = 36  # tokens of an answer
+_REQUESTS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 2), st.sampled_from(["", "user", "tool", "system"]), st.integers(1, 2)),
+    min_size=1,
+    max_size=6,
+)
+_MADE = {
+    "qwen": [
+        ids_of("z", "z", "1", "<|im_end|>"),
+        ids_of("<think>", "\nz", "z", "\n", "</think>", "\n\nz", "z", "2", "<|im_end|>"),
+        ids_of("<tool_call>", '\n{"name": "add",  "arguments": {}}\n', "</tool_call>", "<|im_end|>"),
+        ids_of("z", "z", "3" * 40, "<|im_end|>"),  # longer than an answer may be
+    ],
+    "llama": [
+        ids_of("z", "z", "1", "<|eot|>"),
+        ids_of('{"name": "add",  "parameters": {}}', "<|eot|>"),
+        ids_of("z", "z", "3" * 40, "<|eot|>"),
+        ids_of(" z", "z", " ", "<|eot|>"),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", _MADE)
+@given(requests=_REQUESTS, answers=st.lists(st.integers(0, 3), min_size=1, max_size=6))
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_made_token_is_trained_in_one_branch_as_it_was_made(
+    tmp_path: Path, form: str, requests: Sequence[tuple[int, int, str, int]], answers: Sequence[int]
+) -> None:
+    model = write_chat_tokenizer(tmp_path / "model", form)
+    asyncio.run(_play(tmp_path, model, form, requests, answers))
+
+
+async def _play(
+    folder: Path, model: Path, form: str, requests: Sequence[tuple[int, int, str, int]], answers: Sequence[int]
+) -> None:
+    made: list[list[int]] = []
+
+    def answer(prompt_ids: list[int]) -> list[int]:
+        made.append(_MADE[form][answers[len(made) % len(answers)]])
+        return made[-1]
+
+    known: list[list[dict[str, Any]]] = [[{"role": "user", "content": "1+1?"}]]
+    async with (
+        asyncio.timeout(DEADLINE_S),
+        scripted(folder, model, answer, max_new_tokens=_LONGEST) as (rig, _),
+    ):
+        session = rig.session()
+        headers = {"Authorization": f"Bearer {rig.endpoint.open_episode(session)}"}
+        async with aiohttp.ClientSession(rig.endpoint.url, headers=headers) as http:
+            for whose, cut, role, times in requests:
+                history = known[whose % len(known)]
+                messages = [*history[: max(1, len(history) - cut)], *([{"role": role, "content": "q"}] if role else [])]
+                replies = await asyncio.gather(*(_ask(http, messages) for _ in range(times)))
+                known += [[*messages, reply] for reply in replies if reply is not None]
+    branches = session.log.branches
+    trained = Counter(tuple(each.ids) for branch in branches for each in branch.segments if each.is_trained)
+    assert trained == Counter(tuple(ids[:_LONGEST]) for ids in made)
+    if form == "llama":  # whose template rewrites nothing, and what was never changed never became tokens again
+        assert not any(VOCABULARY["zz"] in branch.ids for branch in branches)
+
+
+async def _ask(http: aiohttp.ClientSession, messages: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The answer; None where the template refuses these messages."""
+    async with http.post("/v1/chat/completions", json={"messages": messages, "tools": [ADD]}) as response:
+        reply = await response.json()
+    if response.status == 400:
+        assert "the system speaks first" in reply["error"]["message"]
+        return None
+    return dict(reply["choices"][0]["message"])
+
+
+# --- the model itself, by two embedded engines that take turns ------------------------------------------------------
+
+
+def test_what_is_logged_is_what_the_model_said(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", vocab_size=len(VOCABULARY))
+    asyncio.run(_converse(tmp_path, write_chat_tokenizer(model, "llama")))
+
+
+async def _converse(folder: Path, model: Path) -> None:
+    engines = [GenerationEngine(model, seed=seed, version=f"0.{seed}") for seed in (1, 2)]
+    async with (
+        asyncio.timeout(2 * DEADLINE_S),
+        serving(*engines) as (urls, _),
+        rig(folder, model, urls, max_new_tokens=12) as made,
+    ):
+        session = made.session()
+        client = made.program(made.endpoint.open_episode(session))
+        messages: list[Any] = [{"role": "user", "content": "1+1?"}]
+        for _ in range(2):
+            reply = await client.chat.completions.create(model="any", messages=messages)
+            chunks = await client.chat.completions.create(model="any", messages=messages, stream=True)
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+            assert text == reply.choices[0].message.content
+            messages += [reply.choices[0].message, {"role": "user", "content": "Sure?"}]
+    assert [len(branch.segments) for branch in session.log.branches] == [4, 4]
+    reference = load_reference(model)
+    for branch in session.log.branches:
+        before: list[int] = []
+        for segment in branch.segments:
+            if segment.answer is not None:
+                expected = reference_logprobs(reference, before, segment.ids)
+                assert segment.answer.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+            before += segment.ids
+    versions = {
+        span.version
+        for branch in session.log.branches
+        for each in branch.segments
+        if each.answer
+        for span in each.answer.spans
+    }
+    assert versions == {"0.1", "0.2"}

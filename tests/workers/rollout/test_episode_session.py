@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,16 +10,13 @@ import pytest
 from corral.experiments.config.rollout import SamplingConfig
 from corral.experiments.prompts.tokens import load_tokenizer
 from corral.workers.engine.engine import GenerationEngine
-from corral.workers.engine.server import EngineServer
 from corral.workers.episodes.turn_request import EpisodeEndedError, RequestRefusedError, TurnRequest
 from corral.workers.rollout.episode_session import EpisodeSession
 from corral.workers.rollout.generation_client import FailedTry, GenerationClient
 from corral.workers.rollout.turn_journal import TurnJournal
-from corral.workers.streams.https import open_session
 from tests.workers.data.tiny_tokenizer import write_tokenizer
 from tests.workers.engine.tiny_models import save_tiny_model
-from tests.workers.rollout.engine_servers import DEADLINE_S
-from tests.workers.trusted import trust
+from tests.workers.rollout.engine_servers import DEADLINE_S, serving
 
 PROMPT = [4, 5, 6]
 
@@ -41,19 +37,14 @@ def play(
     named: list[str] = []
 
     async def run() -> None:
-        async with AsyncExitStack() as stack:
-            engine = GenerationEngine(model, seed=0, version="0.3")
-            server = EngineServer(engine, "key", "127.0.0.1", tls=trust().server())
-            stack.push_async_callback(server.stop)
-            url = await server.start()
-            session = open_session(trust().client(), headers={"Authorization": "Bearer key"})
+        async with serving(GenerationEngine(model, seed=0, version="0.3")) as ([url], session):
 
             async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
                 named.append(oldest_version)
                 return url
 
             client = GenerationClient(
-                await stack.enter_async_context(session),
+                session,
                 route,
                 sampling=SamplingConfig(max_new_tokens=max_new_tokens),
                 stop_token_ids=[0],

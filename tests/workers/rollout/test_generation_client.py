@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,16 +20,14 @@ from hypothesis import strategies as st
 
 from corral.experiments.config.rollout import SamplingConfig
 from corral.workers.engine.engine import GenerationEngine
-from corral.workers.engine.server import EngineServer
 from corral.workers.episodes.partial_answer import PartialAnswer
 from corral.workers.episodes.stream_events import NOT_FINITE
 from corral.workers.episodes.turn_request import RequestRefusedError
 from corral.workers.rollout import generation_client
 from corral.workers.rollout.generation_client import FailedTry, GenerationClient, _Lengths
-from corral.workers.streams.https import open_session
 from tests.workers.engine.tiny_models import save_tiny_model
-from tests.workers.rollout.engine_servers import DEADLINE_S, Connections, sample_in_turns
-from tests.workers.trusted import trust
+from tests.workers.rollout.engine_servers import DEADLINE_S, sample_in_turns, serving
+from tests.workers.stream_helpers import Cable
 
 PROMPT = list(range(1, 41))
 
@@ -95,23 +92,15 @@ async def _over_a_lost_server(model: Path) -> tuple[list[PartialAnswer], list[in
     """Eight answers whose first server is lost when it has made some of each; (answers, tokens that were still wanted
     of each server when it was chosen, those that the second one has made, what was told of the first)."""
     wanted, told = list[int](), list[FailedTry]()
-    async with AsyncExitStack() as stack:
-        engines = [GenerationEngine(model, seed=seed, version="0.0") for seed in range(2)]
-        servers = [EngineServer(engine, "key", "127.0.0.1", tls=trust().server()) for engine in engines]
-        urls = []
-        for server in servers:
-            stack.push_async_callback(server.stop)
-            urls.append(await server.start())
-        connections = Connections(urls[0])
-        urls[0] = await connections.start()
-        session = await stack.enter_async_context(
-            open_session(trust().client(), headers={"Authorization": "Bearer key"})
-        )
+    engines = [GenerationEngine(model, seed=seed, version="0.0") for seed in range(2)]
+    async with serving(*engines) as (urls, session):
+        cable = Cable(urls[0])
+        urls[0] = (await cable.start()).replace("tcp:", "https:")
 
         async def lose() -> None:
             while engines[0].tokens_generated < 8 * 100:
                 await asyncio.sleep(0.001)
-            connections.cut()
+            await cable.stop()
 
         async def route(uid: str, tokens: int, oldest_version: str, setback: FailedTry | None) -> str | None:
             wanted.append(tokens)
