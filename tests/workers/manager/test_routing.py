@@ -203,13 +203,6 @@ def test_a_busy_server_gets_what_others_have_no_room_for_until_it_answers_a_prob
     assert table.route("0:4", tokens=8, version=V1, least_step=1) is first
 
 
-def test_least_requests_spreads_groups_evenly() -> None:
-    table = table_of(3)
-    for number in range(9):
-        table.route(f"0:{number}", tokens=8, version=V1, least_step=1)
-    assert [len(server.tokens_by_uid) for server in table.servers.values()] == [3, 3, 3]
-
-
 def test_a_restarted_server_starts_from_nothing_and_late_news_of_the_old_one_is_ignored() -> None:
     table = table_of(1)
     old = table.servers["generation_server/0"]
@@ -228,27 +221,6 @@ def test_a_server_whose_record_is_gone_is_forgotten() -> None:
     table = table_of(2)
     assert table.gone({"generation_server/1"}) == ["generation_server/0"]
     assert list(table.servers) == ["generation_server/1"]
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["route", "finish", "suspect", "ready"])), max_size=40))
-def test_no_finished_group_is_counted_as_load(events: list[tuple[int, str]]) -> None:
-    table = table_of(2)
-    open_groups: set[str] = set()
-    for number, event in events:
-        uid, name = f"0:{number}", f"generation_server/{number % 2}"
-        if event == "route" and table.route(uid, tokens=1, version=V1, least_step=1) is not None:
-            open_groups.add(uid)
-        elif event == "finish":
-            table.finished(uid)
-            open_groups.discard(uid)
-        elif event == "suspect":
-            table.happened(table.servers[name], "silent")
-        elif event == "ready":
-            bring_to(table, table.servers[name], V1)
-        for server in table.servers.values():
-            assert server.tokens == sum(server.tokens_by_uid.values())
-    counted = [uid for server in table.servers.values() for uid in server.tokens_by_uid]
-    assert set(counted) <= open_groups and len(counted) == len(set(counted))
 
 
 @given(

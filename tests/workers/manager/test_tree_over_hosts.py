@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from corral.experiments.config.rollout import RolloutConfig
 from corral.experiments.trial.directory import TrialDirectory
@@ -20,7 +22,7 @@ from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import PolicyVersion
 from corral.workers.checkpoint.published_weights import PublishedWeights, Refusal, read_refusal
 from corral.workers.manager.fleet import MAX_READERS
-from corral.workers.manager.gserver_manager import _NO_ROOM, GserverManager
+from corral.workers.manager.gserver_manager import _NO_ROOM, GserverManager, Waiting, WaitingLine
 from corral.workers.manager.servers import Server, ServerState
 from corral.workers.requests.manager_messages import Finish, Report, Route, Schedule
 from corral.workers.streams.router import Peer
@@ -288,3 +290,32 @@ def test_a_damaged_version_is_read_twice_by_each_server_and_told_to_the_trainer(
         wait_for(manager, hosts, "0.2")
         assert [host.num_read for host in hosts] in ([3, 2], [2, 3], [3, 3])  # and the third time all is well
         assert caplog.text.count("could not be brought to version 0.2") == 4
+
+
+# --- who waits for a server -----------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=20),
+    st.lists(st.sampled_from(["take", 2, 5, 8]), max_size=6),
+)
+def test_a_line_is_a_sorted_list(added: list[tuple[int, int]], events: list[str | int]) -> None:
+    loop = asyncio.new_event_loop()
+    line = WaitingLine()
+    listed = list[Waiting]()
+    for number, (order, until) in enumerate(added):
+        waiting = Waiting(loop.create_future(), Schedule(uid=f"0:{number}", tokens=1, order=order), float(until))
+        line.add(waiting)
+        listed.append(waiting)
+    loop.close()
+    listed.sort(key=lambda waiting: waiting.request.order)
+    for event in events:
+        assert line.first() is (listed[0] if listed else None)
+        if event == "take":
+            if listed:
+                assert line.take() is listed.pop(0)
+        else:
+            gone = [waiting for waiting in listed if waiting.until <= int(event)]
+            listed = [waiting for waiting in listed if waiting.until > int(event)]
+            assert line.let_go(lambda waiting, now=int(event): waiting.until <= now) == gone
+        assert len(line) == len(listed)
