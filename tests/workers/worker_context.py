@@ -16,10 +16,12 @@ from corral.workers.streams.security import StreamSecurity
 
 
 @contextmanager
-def worker_context(plan: RunPlan, kind: str, *, names: NameService, secrets: TrialSecrets) -> Iterator[WorkerContext]:
-    """The context of the first worker of a kind, present until the block ends."""
+def worker_context(
+    plan: RunPlan, kind: str, *, names: NameService, secrets: TrialSecrets, incarnation: str = ""
+) -> Iterator[WorkerContext]:
+    """The context of the first worker of a kind, present until the block ends; by default an incarnation of its own."""
     keys = TrialKeys(plan.trial.uuid)
-    incarnation = uuid.uuid4().hex
+    incarnation = incarnation or uuid.uuid4().hex
     identity = WorkerRecord(kind=kind)
     with (
         StreamSecurity(secrets, kind, trial_uuid=plan.trial.uuid) as security,

@@ -2,9 +2,7 @@
 
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -14,15 +12,9 @@ from corral.experiments.trial.guarded_listener import Unproven
 from corral.experiments.trial.worker_record import WorkerRecord
 from corral.workers.lifecycle.presence import Presence
 from tests.name_services import MemoryNameService, MemoryStore, NamesAddress, running_names
+from tests.workers.stream_helpers import wait_until
 
 KEY = "workers/rollout_worker/0"
-
-
-def wait_until(condition: Callable[[], bool], what: str, *, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
 
 
 def test_connections_of_strangers_are_named_in_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +22,7 @@ def test_connections_of_strangers_are_named_in_the_record(monkeypatch: pytest.Mo
     store = MemoryStore()
     with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity=WorkerRecord()) as presence:
         presence.enter("wait for a prompt")
-        wait_until(lambda: "wait for a prompt" in MemoryNameService(store).get(KEY), "the phase")
+        wait_until(lambda: "wait for a prompt" in MemoryNameService(store).get(KEY), waiting_for="the phase")
         record = msgspec.json.decode(MemoryNameService(store).get(KEY), type=WorkerRecord)
     assert record.phase == "wait for a prompt; 12 connections from strangers refused at port 4711;"
 
@@ -42,7 +34,7 @@ def test_a_phase_and_whom_it_waits_for_reach_the_record() -> None:
         presence.enter("wait for a batch", waiting_for="3 of 8 trajectories", waits_for=["rollout_worker/1"])
         presence.beat(version="1.7")
         wait_until(
-            lambda: msgspec.json.decode(observer.get(KEY), type=WorkerRecord).version == "1.7", "the phase is published"
+            lambda: msgspec.json.decode(observer.get(KEY), type=WorkerRecord).version == "1.7", waiting_for="the phase"
         )
         record = msgspec.json.decode(observer.get(KEY), type=WorkerRecord)
         assert (record.phase, record.waiting_for) == ("wait for a batch", "3 of 8 trajectories")
@@ -67,7 +59,7 @@ def test_what_a_frozen_worker_did_last_outlives_its_lease_and_goes_when_it_leave
     observer = MemoryNameService(store)
     with Presence(MemoryNameService(store), KEY, owner="a", ttl_s=10, identity=WorkerRecord()) as presence:
         presence.enter("train step", waits_for=["model_worker/0"])
-        wait_until(lambda: "last_seen/rollout_worker/0" in observer.get_subtree("last_seen"), "the copy")
+        wait_until(lambda: "last_seen/rollout_worker/0" in observer.get_subtree("last_seen"), waiting_for="the copy")
         observer.delete(KEY)  # as the end of its time to live does
         assert msgspec.json.decode(observer.get("last_seen/rollout_worker/0"), type=WorkerRecord).waits_for == (
             "model_worker/0",

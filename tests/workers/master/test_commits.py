@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.workers.lifecycle.presence import Presence
 from corral.workers.master.disk import LogWatch
-from tests.workers.master.trials import NUM_STEPS, KilledError, Trainers, lines_of, run_master, step_by_uid, trial_of
+from tests.workers.master.trials import NUM_STEPS, Begin, KilledError, Trainers, lines_of, step_by_uid
 
 
 class SlowDisk:
@@ -32,10 +31,8 @@ class SlowDisk:
         self.num_writing -= 1
 
 
-def test_steps_are_trained_while_a_commit_is_written_and_it_covers_none_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every=2 steps")
+def test_steps_are_trained_while_a_commit_is_written_and_it_covers_none_of_them(begin: Begin) -> None:
+    trial, run = begin("control.commit_every=2 steps")
     disk = SlowDisk()
     seen: list[tuple[int, int]] = []
 
@@ -46,7 +43,7 @@ def test_steps_are_trained_while_a_commit_is_written_and_it_covers_none_of_them(
             disk.may_end.set()
 
     trainers = Trainers(at_call=look, until_written=disk)
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
+    assert run(trainers) == WorkerExit.DONE
     assert (2, 0) in seen and (3, 0) in seen  # the third step, and the fourth, before the commit of the second
     commits = [logged.commit for logged in TrialLog(trial.log_path).read().lineage]
     assert [(commit.step, commit.trained) for commit in commits] == [(2, 16), (4, 16), (5, 8)]
@@ -56,19 +53,17 @@ def test_steps_are_trained_while_a_commit_is_written_and_it_covers_none_of_them(
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_ranks_copy_for_a_commit_unless_they_are_told_to_write_first(
-    beside: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, f"control.commit_beside_training={str(beside).lower()}")
+def test_ranks_copy_for_a_commit_unless_they_are_told_to_write_first(begin: Begin, beside: bool) -> None:
+    _, run = begin(f"control.commit_beside_training={str(beside).lower()}")
     trainers = Trainers()
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
+    assert run(trainers) == WorkerExit.DONE
     assert trainers.saves_with_copies == [beside] * NUM_STEPS
 
 
 def test_the_next_commit_waits_for_the_one_before_and_says_for_whom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
+    _, run = begin("control.commit_every=1 step")
     disk = SlowDisk()
     waits: list[tuple[str, tuple[str, ...], int]] = []
     enter = Presence.enter
@@ -81,15 +76,15 @@ def test_the_next_commit_waits_for_the_one_before_and_says_for_whom(
 
     monkeypatch.setattr(Presence, "enter", note)
     trainers = Trainers(until_written=disk)
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
+    assert run(trainers) == WorkerExit.DONE
     assert waits[0] == ("commit", ("model_worker/0",), 2)
     assert disk.most_writing == 1
 
 
 def test_a_stop_waits_for_what_is_being_written_and_for_its_own_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every=2 steps")
+    trial, run = begin("control.commit_every=2 steps")
     request = StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=60.0)
     disk = SlowDisk()
 
@@ -112,16 +107,14 @@ def test_a_stop_waits_for_what_is_being_written_and_for_its_own_commit(
             disk.may_end.set()
 
     monkeypatch.setattr(Presence, "enter", note)
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
+    assert run(trainers) == WorkerExit.DONE
     state = TrialLog(trial.log_path).read()
     assert state.is_stopped and [logged.commit.step for logged in state.lineage] == [2, 3]
     assert len(step_by_uid(trial)) == 24
 
 
-def test_a_kill_while_a_commit_is_written_leaves_the_one_before_and_what_is_half_written_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
+def test_a_kill_while_a_commit_is_written_leaves_the_one_before_and_what_is_half_written_goes(begin: Begin) -> None:
+    trial, run = begin("control.commit_every=1 step")
     half: list[str] = []
 
     async def until_written() -> None:
@@ -135,10 +128,10 @@ def test_a_kill_while_a_commit_is_written_leaves_the_one_before_and_what_is_half
 
     lost, next_one = Trainers(at_call=die, until_written=until_written), Trainers()
     with pytest.raises(KilledError):
-        run_master(plan, trial, lost, monkeypatch)
+        run(lost)
     assert len(half) == 1 and (trial.checkpoints_path / half[0]).exists()
     assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage] == [1, 2]
-    assert run_master(plan, trial, next_one, monkeypatch) == WorkerExit.DONE
+    assert run(next_one) == WorkerExit.DONE
     assert next_one.trained[0] == lost.trained[2]
     assert step_by_uid(trial) == {
         uid: step for step, uids in enumerate(lost.trained[:2] + next_one.trained, 1) for uid in uids
@@ -146,13 +139,11 @@ def test_a_kill_while_a_commit_is_written_leaves_the_one_before_and_what_is_half
     assert not (trial.checkpoints_path / half[0]).exists()
 
 
-def test_a_disk_that_is_full_for_a_while_costs_a_commit_and_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
+def test_a_disk_that_is_full_for_a_while_costs_a_commit_and_no_step(begin: Begin) -> None:
+    trial, run = begin("control.commit_every=1 step")
     fulls = iter([False, True, True])
     trainers = Trainers(until_written=lambda: refuse(is_full=next(fulls, False)))
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
+    assert run(trainers) == WorkerExit.DONE
     state = TrialLog(trial.log_path).read()
     assert state.epoch == 1 and len(trainers.trained) == NUM_STEPS
     commits = [logged.commit for logged in state.lineage]
@@ -173,16 +164,12 @@ def test_a_disk_that_is_full_for_a_while_costs_a_commit_and_no_step(
     [(errno.ENOSPC, WorkerExit.NO_ROOM), (errno.EDQUOT, WorkerExit.NO_ROOM), (errno.EIO, WorkerExit.CANNOT_CONTINUE)],
 )
 def test_a_trial_waits_for_room_on_a_disk_that_stays_full_and_ends_where_it_stays_broken(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    number: int,
-    exit_code: WorkerExit,
+    begin: Begin, caplog: pytest.LogCaptureFixture, number: int, exit_code: WorkerExit
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every=1 step", "supervision.max_restarts=0")
+    trial, run = begin("control.commit_every=1 step", "supervision.max_restarts=0")
     fulls = iter([False])
     trainers = Trainers(until_written=lambda: refuse(is_full=next(fulls, True), number=number))
-    assert run_master(plan, trial, trainers, monkeypatch) == exit_code
+    assert run(trainers) == exit_code
     assert [logged.commit.step for logged in TrialLog(trial.log_path).read().lineage] == [1]
     assert f"as 3 in a row could not: model_worker/0: [Errno {number}] No space left on device" in caplog.text
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import errno
+import gc
 import math
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +25,10 @@ from corral.workers.checkpoint.checkpoint import NoValidCheckpointError, Recover
 from corral.workers.checkpoint.ledger import LEDGER_NAME
 from corral.workers.lifecycle.worker import CannotContinueError, Worker, run_to_exit_code
 from corral.workers.master import master_worker
-from corral.workers.master.master_worker import MasterWorker
+from corral.workers.master.master_worker import MasterWorker, rare_collections
 from corral.workers.master.trainer_group import TrainerGroup, TrainerGroupLostError
 from corral.workers.streams.errors import StaleEpochError
-from tests.workers.master.trials import KilledError, Trainers, run_master, trial_of
+from tests.workers.master.trials import Begin, KilledError, Trainers
 
 
 class Presence:
@@ -176,15 +178,15 @@ class ListeningTrainers(Trainers):
         return self
 
 
-def test_the_master_answers_while_a_commit_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
+def test_the_master_answers_while_a_commit_is_verified(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, run = begin("control.commit_every=1 step")
 
     def die_after_a_commit(name: str) -> None:
         if name == "train_step" and TrialLog(trial.log_path).read().lineage:
             raise KilledError(name)
 
     with pytest.raises(KilledError):
-        run_master(plan, trial, Trainers(at_call=die_after_a_commit), monkeypatch)
+        run(Trainers(at_call=die_after_a_commit))
     *_, committed = (logged.commit for logged in TrialLog(trial.log_path).read().lineage)
 
     trainers, hashed, real = ListeningTrainers(), set[str](), manifest._digest
@@ -197,7 +199,7 @@ def test_the_master_answers_while_a_commit_is_verified(tmp_path: Path, monkeypat
         return real(file, on_progress)
 
     monkeypatch.setattr(manifest, "_digest", hash_once_answered)
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
+    assert run(trainers) == WorkerExit.DONE
     verified = {name for name in hashed if name.startswith(f"{committed.directory}/")}
     assert f"{committed.directory}/{LEDGER_NAME}" in verified
 
@@ -215,3 +217,25 @@ def test_loading_a_model_takes_as_long_as_its_ranks_make_progress(
     monkeypatch.setattr(trainers, "start", note)
     asyncio.run(trainers.initialize(step=0, weights={"actor": Path("weights")}, states={}))
     assert deadlines == [math.inf]
+
+
+# --- garbage --------------------------------------------------------------------------------------------------------
+
+
+class Cycle:
+    """Refers to itself: only the collector can free it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_what_is_here_is_left_alone_and_what_comes_is_collected_later() -> None:
+    before = gc.get_threshold()
+    with rare_collections():
+        assert gc.get_freeze_count() > 0
+        gone = weakref.ref(Cycle())
+        kept = [[number] for number in range(2 * before[0])]
+        assert gone() is not None and len(kept) == 2 * before[0]  # usually it would be gone by now
+        kept += [[number] for number in range(2 * gc.get_threshold()[0])]
+        assert gone() is None
+    assert gc.get_threshold() == before and gc.get_freeze_count() > 0

@@ -1,6 +1,7 @@
 """What the master makes of its model workers' answers, and of its own death, with a real trial directory and log."""
 
 import asyncio
+import json
 import logging
 import sys
 import threading
@@ -14,21 +15,29 @@ import pytest
 from blake3 import blake3
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.directory import StopRequest
+from corral.experiments.plan import RunPlan
+from corral.experiments.trial.directory import StopRequest, TrialDirectory
+from corral.experiments.trial.evaluation import BestVersion
 from corral.experiments.trial.journal import read_journal
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.trial.view import Finding, TrialView
+from corral.scheduling.dataflow import DataflowGraph, build_dataflow
+from corral.scheduling.model_function_call import ModelFunctionCall
 from corral.workers.checkpoint.manifest import verify_manifest
+from corral.workers.lifecycle.worker import BadConfigurationError
+from corral.workers.master import evaluations
 from corral.workers.master import step as master_step
-from corral.workers.master.epoch import standing_alarms
+from corral.workers.master.epoch import check_reallocations, standing_alarms
 from corral.workers.master.master_worker import MasterWorker
 from corral.workers.master.sample_source import BufferedSample
 from corral.workers.master.trainer_group import TrainerGroupLostError
-from corral.workers.requests.messages import TrainNotice, TrainReply
+from corral.workers.requests.messages import Evaluate, LoadedModel, TrainNotice, TrainReply
 from tests.workers.master.trials import (
     FINE,
     NUM_STEPS,
+    SHAPE,
     SKIPPED,
+    Begin,
     KilledError,
     Trainers,
     lines_of,
@@ -43,13 +52,11 @@ DAMAGED = TrainReply(stats={}, num_updates=1, num_nonfinite=0, is_damaged=True)
 # --- losses that are not finite -------------------------------------------------------------------------------------
 
 
-def test_samples_of_a_step_that_was_skipped_are_trained_on_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path)
+def test_samples_of_a_step_that_was_skipped_are_trained_on_later(begin: Begin) -> None:
+    trial, run = begin()
     replies = iter([FINE, SKIPPED])
     trainers = Trainers(train=lambda step: next(replies, FINE))
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
+    assert run(trainers) == WorkerExit.DONE
     skipped = trainers.trained[1]
     assert trainers.trained[-1] == skipped  # after all others: at once, it would be skipped again
     assert len(trainers.trained) == NUM_STEPS + 1
@@ -62,12 +69,12 @@ def test_samples_of_a_step_that_was_skipped_are_trained_on_later(
 
 @pytest.mark.parametrize("commit_every_steps", [1, 10])
 def test_a_loss_that_stays_not_finite_takes_training_back_and_then_fails_it(
-    commit_every_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, commit_every_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(master_step, "MAX_NONFINITE_STEPS", 2)
-    plan, trial = trial_of(tmp_path, f"control.commit_every={commit_every_steps} steps")
+    trial, run = begin(f"control.commit_every={commit_every_steps} steps")
     trainers = Trainers(train=lambda step: FINE if step <= 2 else SKIPPED)
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.NOT_FINITE
+    assert run(trainers) == WorkerExit.NOT_FINITE
     state = TrialLog(trial.log_path).read()
     assert not state.is_done and state.epoch == 2  # taken back once
     if commit_every_steps == 1:
@@ -82,22 +89,20 @@ def test_a_loss_that_stays_not_finite_takes_training_back_and_then_fails_it(
 
 
 def test_training_that_goes_on_from_the_last_commit_may_go_back_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(master_step, "MAX_NONFINITE_STEPS", 1)
-    plan, trial = trial_of(tmp_path)
+    trial, run = begin()
     replies = iter([FINE, SKIPPED, FINE, SKIPPED])
-    assert run_master(plan, trial, Trainers(train=lambda step: next(replies, FINE)), monkeypatch) == WorkerExit.DONE
+    assert run(Trainers(train=lambda step: next(replies, FINE))) == WorkerExit.DONE
     assert TrialLog(trial.log_path).read().epoch == 3
     assert len(step_by_uid(trial)) == 8 * NUM_STEPS
 
 
-def test_weights_that_are_not_finite_are_neither_committed_nor_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path)
+def test_weights_that_are_not_finite_are_neither_committed_nor_written(begin: Begin) -> None:
+    trial, run = begin()
     trainers = Trainers(train=lambda step: DAMAGED)
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.NOT_FINITE
+    assert run(trainers) == WorkerExit.NOT_FINITE
     assert len(trainers.trained) == 2
     assert TrialLog(trial.log_path).read().lineage == () and not list(trial.weights_path.iterdir())
 
@@ -106,13 +111,13 @@ def test_weights_that_are_not_finite_are_neither_committed_nor_written(
 
 
 def test_what_a_train_step_finds_out_is_logged_and_recorded_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan, trial = trial_of(tmp_path)
+    trial, run = begin()
     notice = TrainNotice(topic="t", is_alarm=True, text="they differ", details="by 2", causes=["rounding", "none"])
     found = msgspec.structs.replace(FINE, notices=[notice])
     with caplog.at_level(logging.INFO):
-        run_master(plan, trial, Trainers(train=lambda step: found if step == 2 else FINE), monkeypatch)
+        run(Trainers(train=lambda step: found if step == 2 else FINE))
     told = [record for record in caplog.records if "they differ" in record.message]
     assert [(one.levelname, one.message) for one in told] == [("WARNING", "they differ; by 2; rounding; none")]
     view = TrialView(read_journal(trial.journal_path), attempt=0)
@@ -122,24 +127,24 @@ def test_what_a_train_step_finds_out_is_logged_and_recorded_once(
 
 
 def test_a_trial_of_which_all_prompts_are_dropped_fails_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan, trial = trial_of(tmp_path)
+    trial, run = begin()
 
     class AllDropped(Trainers):
         async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
             samples = await super().load_rows(uids)
             return [msgspec.structs.replace(sample, dropped_because="bad_row: it has no answer") for sample in samples]
 
-    assert run_master(plan, trial, AllDropped(), monkeypatch) == WorkerExit.CANNOT_CONTINUE
+    assert run(AllDropped()) == WorkerExit.CANNOT_CONTINUE
     assert "nothing was trained: 40 prompts dropped since the last train step, bad_row: it has no answer" in caplog.text
     assert not TrialLog(trial.log_path).read().is_done and not trial.exports_path.exists()
 
 
 def test_an_alarm_about_dropped_prompts_stands_until_a_step_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path)
+    trial, run = begin()
     real_source, standing = MasterWorker._source, list[set[str]]()
 
     def make(worker: MasterWorker, *parts: Any) -> Any:
@@ -156,7 +161,7 @@ def test_an_alarm_about_dropped_prompts_stands_until_a_step_is_trained(
         return source
 
     monkeypatch.setattr(MasterWorker, "_source", make)
-    assert run_master(plan, trial, Trainers(), monkeypatch) == WorkerExit.DONE
+    assert run(Trainers()) == WorkerExit.DONE
     assert standing[:3] == [set(), {"dropped prompts"}, set()]
     told = [event["text"] for event in read_journal(trial.journal_path) if event["event"] == "train_notice"]
     assert "40 prompts dropped since the last train step, filtered: the rewards of all 8 answers are 0" in told
@@ -205,18 +210,18 @@ class NeverReady:
         return ()
 
 
-def test_a_stop_request_ends_the_wait_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, trial = trial_of(tmp_path)
+def test_a_stop_request_ends_the_wait_for_a_batch(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, run = begin()
     request = StopRequest(requested_at=0.0, by="me@here", now=False, grace_s=60.0)
     source = NeverReady(at_poll=lambda _: trial.write_stop_request(request))
     monkeypatch.setattr(MasterWorker, "_source", lambda *_: source)
-    assert run_master(plan, trial, Trainers(), monkeypatch) == WorkerExit.DONE
+    assert run(Trainers()) == WorkerExit.DONE
     assert TrialLog(trial.log_path).read().is_stopped
     assert source.num_polls == 1  # it looked again only when something had happened
 
 
-def test_an_arrival_and_a_death_end_the_wait_for_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, trial = trial_of(tmp_path, "supervision.max_restarts=0")
+def test_an_arrival_and_a_death_end_the_wait_for_a_batch(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, run = begin("supervision.max_restarts=0")
     trainers = Trainers()
 
     def look(number: int) -> None:
@@ -231,17 +236,15 @@ def test_an_arrival_and_a_death_end_the_wait_for_a_batch(tmp_path: Path, monkeyp
 
     source = NeverReady(look)
     monkeypatch.setattr(MasterWorker, "_source", lambda *_: source)
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.CANNOT_CONTINUE
+    assert run(trainers) == WorkerExit.CANNOT_CONTINUE
     assert source.num_polls == 2
 
 
 # --- publication and commit ------------------------------------------------------------------------------------------
 
 
-def test_weights_are_published_before_the_commit_that_covers_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
+def test_weights_are_published_before_the_commit_that_covers_them(begin: Begin) -> None:
+    trial, run = begin("control.commit_every=1 step")
     seen: list[tuple[str, int]] = []
 
     def look(name: str) -> None:
@@ -249,14 +252,12 @@ def test_weights_are_published_before_the_commit_that_covers_them(
             seen.append((trainers.published(), len(TrialLog(trial.log_path).read().lineage)))
 
     trainers = Trainers(at_call=look)
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
+    assert run(trainers) == WorkerExit.DONE
     assert seen == [(f"1.{step}", step - 1) for step in range(1, NUM_STEPS + 1)]
 
 
-def test_what_is_published_and_lost_before_its_commit_gets_another_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
+def test_what_is_published_and_lost_before_its_commit_gets_another_version(begin: Begin) -> None:
+    trial, run = begin("control.commit_every=1 step")
 
     def die(name: str) -> None:
         if name == "begin_save" and lost.published() == "1.3":
@@ -264,20 +265,18 @@ def test_what_is_published_and_lost_before_its_commit_gets_another_version(
 
     lost, next_one = Trainers(at_call=die), Trainers()
     with pytest.raises(KilledError):
-        run_master(plan, trial, lost, monkeypatch)
+        run(lost)
     versions: list[str] = []
     next_one.at_call = lambda name: versions.append(next_one.published()) if name != "initialize" else None
-    assert run_master(plan, trial, next_one, monkeypatch) == WorkerExit.DONE
+    assert run(next_one) == WorkerExit.DONE
     assert list(dict.fromkeys(versions)) == ["1.2", "2.3", "2.4", "2.5"]
     assert lost.trained[2] == next_one.trained[0]  # the batch of the lost step, once
     assert len(step_by_uid(trial)) == 8 * NUM_STEPS
     assert "v00000003-e1" not in {path.name for path in trial.weights_path.iterdir()}
 
 
-def test_the_digest_of_their_manifest_is_published_with_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, trial = trial_of(tmp_path, "control.commit_every=1 step")
+def test_the_digest_of_their_manifest_is_published_with_the_weights(begin: Begin) -> None:
+    _, run = begin("control.commit_every=1 step")
     seen: list[tuple[str, str, str | None]] = []
 
     def look(name: str) -> None:
@@ -295,9 +294,9 @@ def test_the_digest_of_their_manifest_is_published_with_the_weights(
 
     trainers = Trainers(at_call=look)
     with pytest.raises(KilledError):
-        run_master(plan, trial, trainers, monkeypatch)
+        run(trainers)
     trainers = Trainers(at_call=look)
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.DONE
+    assert run(trainers) == WorkerExit.DONE
     assert [version for version, _, _ in seen] == ["0.0", "1.1", "1.2", "1.2", "2.3", "2.4"]
     assert seen[3][1].startswith("step-") and seen[3][2] == seen[2][2]  # a commit's second name of the same manifest
 
@@ -368,15 +367,15 @@ def test_what_no_directory_has_is_written_as_version_0_by_each_epoch_until_somet
     assert starts == [first, first, first, ("3.1", "checkpoints/step-00000001")]
 
 
-def test_a_master_that_was_replaced_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, trial = trial_of(tmp_path)
+def test_a_master_that_was_replaced_publishes_nothing(begin: Begin) -> None:
+    trial, run = begin()
 
     def replace(name: str) -> None:
         if name == "save_weights":
             TrialLog(trial.log_path).claim("its successor")
 
     trainers = Trainers(at_call=replace)
-    assert run_master(plan, trial, trainers, monkeypatch) == WorkerExit.SUPERSEDED
+    assert run(trainers) == WorkerExit.SUPERSEDED
     assert trainers.published() == "0.0"
     assert not list(trial.weights_path.glob("*/manifest.json"))
 
@@ -469,9 +468,9 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def test_no_file_of_the_trial_is_touched_in_the_event_loop_while_it_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, trial = trial_of(tmp_path, "control.save_every=2 steps")
+    trial, run = begin("control.save_every=2 steps")
     touched: list[tuple[str, str]] = []
     elsewhere: list[str] = []
     loop_thread = threading.get_ident()
@@ -493,7 +492,7 @@ def test_no_file_of_the_trial_is_touched_in_the_event_loop_while_it_trains(
     try:
         # The trial's log is written once more after the epoch, by whoever looks at it then.
         monkeypatch.setattr(Trainers, "__aexit__", _leave(is_training))
-        assert run_master(plan, trial, Trainers(at_call=at_call), monkeypatch) == WorkerExit.DONE
+        assert run(Trainers(at_call=at_call)) == WorkerExit.DONE
     finally:
         _WATCHED.clear()
     assert touched == []
@@ -505,3 +504,102 @@ def _leave(is_training: threading.Event) -> Callable[..., Any]:
         is_training.clear()
 
     return leave
+
+
+# --- exports/best ---------------------------------------------------------------------------------------------------
+
+VALUES = (0.1, 0.4, 0.8, 0.6, 0.8, 0.2)  # after so many steps
+
+
+def best_trial(folder: Path, metric: str, *more: str) -> tuple[RunPlan, TrialDirectory]:
+    return trial_of(
+        folder,
+        "evaluation.every=1 step",
+        "evaluation.sampling.max_new_tokens=8",
+        f"evaluation.dataset.path={folder / 'heldout.jsonl'}",
+        "evaluation.dataset.max_prompt_tokens=16",
+        f"evaluation.best={metric}",
+        *more,
+    )
+
+
+def trainers_of_values() -> Trainers:
+    def evaluate(request: Evaluate) -> dict[str, float]:
+        return {"loss" if request.uids else "accuracy": VALUES[len(trainers.trained)]}
+
+    trainers = Trainers(evaluate=evaluate)
+    return trainers
+
+
+@pytest.mark.parametrize(("metric", "step"), [("accuracy", 2), ("loss", 0)])
+def test_the_best_weights_stay_whatever_comes_after(
+    metric: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = best_trial(tmp_path, metric)
+    assert run_master(plan, trial, trainers_of_values(), monkeypatch) == WorkerExit.DONE
+    kept = BestVersion.read(trial.exports_path / "best")
+    assert kept is not None and kept.version.endswith(f".{step}") and kept.value == VALUES[step]
+    assert (trial.exports_path / "best" / "model.safetensors").exists()
+    assert sorted(path.name for path in trial.exports_path.iterdir()) == ["best", "final"]
+
+
+def test_it_is_there_again_if_the_master_dies_between_taking_the_old_away_and_naming_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = best_trial(tmp_path, "accuracy")
+    remove = evaluations.Remover.remove
+
+    def removes_and_dies(self: evaluations.Remover, path: Path) -> bool:
+        removed = remove(self, path)
+        if path.name == "best" and BestVersion.read(path.with_name(".evaluated")).value == 0.8:  # type: ignore[union-attr]
+            raise KilledError
+        return removed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluations.Remover, "remove", removes_and_dies)
+        with pytest.raises(KilledError):
+            run_master(plan, trial, trainers_of_values(), monkeypatch)
+    assert not (trial.exports_path / "best").exists()
+    worse = Trainers(evaluate=lambda request: {} if request.uids else {"accuracy": 0.3})
+    assert run_master(plan, trial, worse, monkeypatch) == WorkerExit.DONE
+    kept = BestVersion.read(trial.exports_path / "best")
+    assert kept is not None and kept.value == 0.8
+
+
+def test_a_number_that_no_evaluation_has_is_an_alarm_that_names_those_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, trial = best_trial(tmp_path, "acuracy")
+    assert run_master(plan, trial, trainers_of_values(), monkeypatch) == WorkerExit.DONE
+    assert not (trial.exports_path / "best").exists()
+    (finding,) = TrialView(read_journal(trial.journal_path), attempt=0).findings()
+    assert finding.is_alarm and "'acuracy'" in finding.text
+    assert finding.details.startswith("there are accuracy, count, loss, ")
+
+
+# --- what ranks have loaded -----------------------------------------------------------------------------------------
+
+
+def graph_of(*hooks: dict[str, object]) -> DataflowGraph:
+    call = {"name": "actor_train", "model_name": "actor", "call_type": "train_step", "implementation": "x"}
+    return build_dataflow(
+        [ModelFunctionCall.model_validate(call | {"n_seqs": 1, "input_keys": ["ids"], "post_hooks": hooks})], ["ids"]
+    )
+
+
+def test_models_that_give_each_other_weights_must_be_alike() -> None:
+    other = LoadedModel(architecture="qwen2", num_parameters=90, num_layers=1, hidden_size=8, vocab_size=14)
+    models = {"actor/0": SHAPE, "ref/0": other}
+    check_reallocations(graph_of(), models)
+    pushing = graph_of({"type": "push_weights", "target": "ref"})
+    check_reallocations(pushing, models | {"ref/0": SHAPE})
+    with pytest.raises(BadConfigurationError, match=r"'actor_train' .* actor/0 \(.* 2 layers.*ref/0 \(.* 1 layers"):
+        check_reallocations(pushing, models)
+
+
+def test_the_journal_says_what_was_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, trial = trial_of(tmp_path)
+    assert run_master(plan, trial, Trainers(), monkeypatch) == WorkerExit.DONE
+    events = [json.loads(line) for line in trial.journal_path.read_text().splitlines()]
+    (loaded,) = (event for event in events if event["event"] == "models_loaded")
+    assert loaded["models"]["actor/0"]["num_parameters"] == SHAPE.num_parameters

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import pytest
 
@@ -21,7 +21,6 @@ from corral.experiments.trial.attempts import record_attempt
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.log import TrialLog
 from corral.experiments.trial.secrets import TrialSecrets
-from corral.experiments.trial.worker_record import WorkerRecord
 from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION
 from corral.workers.checkpoint.durable_file import FileEntry, write_durable
@@ -29,7 +28,6 @@ from corral.workers.checkpoint.file_delta import DELTA_SUFFIX
 from corral.workers.checkpoint.ledger import read_delta
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE, PublishedWeights
 from corral.workers.data.held_out import sums_of
-from corral.workers.lifecycle.presence import Presence
 from corral.workers.lifecycle.worker import WorkerContext, is_no_room, run_to_exit_code
 from corral.workers.master import master_worker
 from corral.workers.master.master_worker import MasterWorker
@@ -50,6 +48,7 @@ from corral.workers.requests.messages import (
 )
 from tests.experiments.broken_yaml import NUM_TRAINING_ROWS, VALID_SFT, write_inputs
 from tests.name_services import MemoryNameService
+from tests.workers.worker_context import worker_context
 
 UUID = "ab" * 16
 BATCH_SIZE = 8
@@ -216,30 +215,19 @@ def run_master(plan: RunPlan, trial: TrialDirectory, trainers: Trainers, monkeyp
         return run_to_exit_code(MasterWorker, context)
 
 
+Begin = Callable[..., tuple[TrialDirectory, Callable[[Trainers], int]]]
+"""What the fixture `begin` is: overrides -> (a new trial, a start of its master with some trainers: its exit code)."""
+
+
 @contextmanager
 def context_of(plan: RunPlan, trial: TrialDirectory, kind: str) -> Iterator[WorkerContext]:
     """What the first worker of a kind is given; it talks to nobody."""
     names = MemoryNameService()
-    keys = TrialKeys(UUID)
-    names.add(keys.weights_in_use(), NOTHING_IN_USE)
-    with (
-        TemporaryDirectory() as folder,
-        Presence(names, keys.worker(kind, 0), owner="o", ttl_s=60.0, identity=WorkerRecord()) as presence,
-    ):
-        yield WorkerContext(
-            plan=plan,
-            kind=kind,
-            index=0,
-            attempt=0,
-            incarnation="o",
-            address="127.0.0.1",
-            trial=trial,
-            names=names,
-            keys=keys,
-            secrets=TrialSecrets.create(Path(folder)),
-            security=cast(Any, None),
-            presence=presence,
-        )
+    names.add(TrialKeys(UUID).weights_in_use(), NOTHING_IN_USE)
+    with TemporaryDirectory() as folder:
+        secrets = TrialSecrets.create(Path(folder))
+        with worker_context(plan, kind, names=names, secrets=secrets, incarnation="o") as context:
+            yield context
 
 
 def step_by_uid(trial: TrialDirectory) -> dict[str, int]:
