@@ -31,3 +31,13 @@ def write_tokenizer(
 def ids_of(text: str) -> list[int]:
     """What the tokenizer makes of a text, without special tokens."""
     return [3 + CHARACTERS.index(character) for character in text]
+
+
+class Characters:
+    """A tokenizer of code points."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, ids))
+
+    def id_to_token(self, token: int) -> str:
+        return chr(token)

@@ -263,15 +263,6 @@ def test_a_verdict_is_told_and_repeated() -> None:
     assert book.hello(b"s") == [(b"s", Session(session="1")), verdict]
 
 
-def test_a_forgotten_record_would_be_taken_again() -> None:
-    book = connected()
-    book.record(b"s", "0:a", "0:a")
-    book.drain(1)
-    book.forget({"0:a"})
-    book.record(b"s", "0:a", "0:a")
-    assert book.num_held == 1
-
-
 def ready(num_receivers: int = 1) -> SenderBook:
     """A sender whose receivers have all said their session, "1"."""
     book = SenderBook()
@@ -313,13 +304,6 @@ def test_a_record_that_is_asked_for_again_is_sent_and_taken_in_once_more_even_if
     assert sender.verdict(0, again) == (False, [(0, "0:a")])
     assert receiver.record(b"s", "0:a", "second") == [(b"s", Ack(session="1", uid="0:a"))]
     assert receiver.drain(9) == ["second"]
-
-
-def test_what_a_vanished_receiver_had_goes_to_another() -> None:
-    book = ready(2)
-    assert book.add("0:a", order=1) == [(1, "0:a")]
-    book.ack(1, Ack(session="1", uid="0:a"))
-    assert book.remove_receiver(1) == [(0, "0:a")]
 
 
 def test_a_broken_connection_keeps_its_records_and_other_records_go_elsewhere() -> None:

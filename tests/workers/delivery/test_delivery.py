@@ -141,29 +141,6 @@ def test_what_is_at_hand_is_never_read_back_and_what_is_not_is_read_once(
     with_sender(as_role("rollout_worker"), run, spool=spool, in_spool=range(15, 20))
 
 
-def test_several_senders_share_several_receivers_evenly(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
-    async def run(first: TrajectorySender) -> None:
-        with TrajectoryReceiver(as_role("model_worker"), address=LOOPBACK) as other:
-            other.start_session("1-b")
-            async with TrajectorySender(
-                as_role("rollout_worker"), MemorySpool(), on_verdict=lambda uid, kind: None
-            ) as second:
-                for sender in (first, second):
-                    sender.set_receivers({0: receiver.endpoint, 1: other.endpoint})
-                receivers = [*first._book._receivers.values(), *second._book._receivers.values()]
-                await until(lambda: all(one.is_ready for one in receivers), waiting_for="the sessions")
-                for index in range(0, 60, 6):
-                    for order in range(index, index + 6):
-                        await put((first, second)[order // 2 % 2], order)
-                    await until(
-                        lambda: not on_their_way(first) + on_their_way(second),
-                        waiting_for="the acknowledgements",
-                    )
-                assert [one.num_held for one in (receiver, other)] == [30, 30]
-
-    with_sender(as_role("rollout_worker"), run)
-
-
 def test_a_sender_is_connected_to_hundreds_of_receivers(as_role: AsRole, receiver: TrajectoryReceiver) -> None:
     """They listen at one address here; for the sender each is a connection of its own."""
 

@@ -35,26 +35,6 @@ def contents(spool: Spool) -> dict[str, list[bytes]]:
     return {uid: spool.payload(uid) for uid in spool.uids()}
 
 
-def test_a_payload_is_read_back_as_it_was_written(directory: Path) -> None:
-    payload = [b"", b"header", bytes(range(256)) * 100]
-    with Spool(directory) as spool:
-        spool.append("0:a", payload)
-        spool.append("0:b", [])
-        assert spool.payload("0:a") == payload and spool.payload("0:b") == []
-        assert spool.uids() == ["0:a", "0:b"]
-        with pytest.raises(KeyError):
-            spool.payload("0:z")
-
-
-def test_a_new_process_finds_what_was_not_covered(directory: Path) -> None:
-    with Spool(directory) as spool:
-        for uid in ("0:a", "0:b", "0:c"):
-            spool.append(uid, [uid.encode(), b"tokens"])
-        spool.discard(["0:b", "0:unknown"])
-    with Spool(directory) as spool:
-        assert contents(spool) == {"0:a": [b"0:a", b"tokens"], "0:c": [b"0:c", b"tokens"]}
-
-
 def test_a_spooled_sample_cannot_be_spooled_again_until_it_is_discarded(directory: Path) -> None:
     with Spool(directory) as spool:
         spool.append("0:a", [b"first"])

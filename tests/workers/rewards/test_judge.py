@@ -19,6 +19,7 @@ from corral.workers.rewards.endpoint import EndpointDownError
 from corral.workers.rewards.judge import BudgetSpentError, Judge
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from corral.workers.user_code.loading import configured
+from tests.workers.data.tiny_tokenizer import Characters
 from tests.workers.rewards.scripted_endpoint import Endpoint
 from tests.workers.rollout.rollout_rig import RolloutRig
 
@@ -228,16 +229,6 @@ def test_prompts_that_the_judge_does_not_answer_are_dropped_with_its_name_and_no
     assert shown["1+2="] == 1, "equal answers of a group are one call"
     # One that fails is one for those that wait for it by then.
     assert set(shown) == {"1+2=", "2+2=", "1+1="} and all(2 <= shown[row] <= 2 * 2 for row in ("2+2=", "1+1="))
-
-
-class Characters:
-    """A tokenizer of code points."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, ids))
-
-    def id_to_token(self, token: int) -> str:
-        return chr(token)
 
 
 VERDICTS = {

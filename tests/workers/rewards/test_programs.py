@@ -15,6 +15,7 @@ from corral.workers.rewards.programs import all_unit_tests, program_of, unit_tes
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.sandbox.base import SandboxError, asks_for_sandbox
 from corral.workers.user_code.children import HostError
+from tests.workers.data.tiny_tokenizer import Characters
 
 SUMS = [{"input": "2 3\n", "output": "5\n"}, {"input": "1 1", "output": "2"}, {"input": "-1 1\n", "output": "0 \n\n"}]
 ASSERTIONS = ["assert add(2, 3) == 5", "assert add(1, 1) == 2", "import math\nassert add(math.inf, 1) == math.inf"]
@@ -78,16 +79,6 @@ def test_the_last_block_is_the_program(before: list[str], program: list[str], la
 @given(st.text(st.characters(exclude_characters="`")))
 def test_an_answer_without_a_block_is_all_program(answer: str) -> None:
     assert program_of(answer) == answer
-
-
-class Characters:
-    """A tokenizer of code points."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, ids))
-
-    def id_to_token(self, token: int) -> str:
-        return chr(token)
 
 
 @pytest.fixture

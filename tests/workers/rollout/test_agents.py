@@ -57,6 +57,13 @@ def one_group(
     return rig, rig.tensors[0]
 
 
+def outcomes_of(tmp_path: Path, rollout: Mapping[str, Any], num_prompts: int) -> dict[str, str]:
+    """Of so many prompts of one episode each, when all have come."""
+    with RolloutRig(tmp_path, ["1+2="] * num_prompts, rollout=rollout, group_size=1) as rig:
+        rig.run_until(lambda: len(rig.received) == num_prompts, f"{num_prompts} prompts")
+    return rig.outcomes()
+
+
 def test_what_is_said_between_two_answers_is_given_and_both_are_learned_from(tmp_path: Path) -> None:
     rig, tensors = one_group(tmp_path, plays("asks_twice"))
     prompt, made = ids_of("1+1="), [*ids_of("7"), EOS]
@@ -122,11 +129,6 @@ def test_a_judge_of_groups_sees_each_episode(tmp_path: Path) -> None:
     np.testing.assert_array_equal(tensors["rewards"], [20.0, 21.0, 22.0])
 
 
-def test_spare_episodes_are_given_up_when_a_group_is_complete(tmp_path: Path) -> None:
-    rig, tensors = one_group(tmp_path, plays("asks_twice", spare_answers=2))
-    assert len(tensors["rewards"]) == 2 and rig.received[0].num_answers == 2
-
-
 @pytest.mark.parametrize(("num_failing", "outcome"), [(2, "finished"), (3, "agent_error")])
 def test_episodes_that_fail_are_the_spare_ones_as_long_as_there_are_some(
     num_failing: int, outcome: str, tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
@@ -171,9 +173,7 @@ def test_an_agent_that_misbehaves_is_tried_again_then_its_prompt_dropped_with_th
 def test_episodes_whose_process_another_one_ended_are_played_again_as_if_nothing_were(
     tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with RolloutRig(tmp_path, ["1+2="] * 8, rollout=plays("kills_once"), group_size=1) as rig:
-        rig.run_until(lambda: len(rig.received) == 8, "all prompts")
-    outcomes = rig.outcomes()
+    outcomes = outcomes_of(tmp_path, plays("kills_once"), 8)
     assert outcomes.pop("0") == "agent_error: its process ended by itself, exit code 3"
     assert set(outcomes.values()) == {"finished"}
 
@@ -203,9 +203,7 @@ def test_an_agent_that_awaits_what_never_comes_is_dropped_and_one_that_awaits_a_
 
 def test_an_agent_that_blocks_the_loop_is_interrupted_where_it_stands_and_the_others_go_on(tmp_path: Path) -> None:
     rollout = plays("blocks_for_one", agent_timeout_s=1.0)
-    with RolloutRig(tmp_path, ["1+2="] * 4, rollout=rollout, group_size=1) as rig:
-        rig.run_until(lambda: len(rig.received) == 4, "four prompts")
-        outcomes = rig.outcomes()
+    outcomes = outcomes_of(tmp_path, rollout, 4)
     assert [outcomes[number] for number in ("0", "2", "3")] == ["finished"] * 3
     why = f"agent_error: EventLoopBlockedError: agent {HERE}:blocks_for_one blocked the event loop for 1 s "
     line = some_agents.blocks_for_one.__code__.co_firstlineno + 11
@@ -217,9 +215,7 @@ def test_an_agent_that_cannot_be_interrupted_is_ended_with_its_process(
 ) -> None:
     monkeypatch.setattr("corral.workers.user_code.children._SILENCE_GRACE_S", 0.5)
     rollout = plays("cannot_be_interrupted", agent_timeout_s=0.5)
-    with RolloutRig(tmp_path, ["1+2="] * 3, rollout=rollout, group_size=1) as rig:
-        rig.run_until(lambda: len(rig.received) == 3, "three prompts")
-        outcomes = rig.outcomes()
+    outcomes = outcomes_of(tmp_path, rollout, 3)
     assert [outcomes[number] for number in ("0", "2")] == ["finished"] * 2
     assert outcomes["1"].startswith("agent_error: its event loop stood still for ")
 
@@ -302,9 +298,7 @@ def test_only_what_a_process_says_before_anything_was_played_is_the_users_code(
 
 
 def test_a_report_of_any_size_fails_its_episode_alone_and_says_so(tmp_path: Path) -> None:
-    with RolloutRig(tmp_path, ["1+2="] * 2, rollout=plays("reports_much"), group_size=1) as rig:
-        rig.run_until(lambda: len(rig.received) == 2, "all prompts")
-    outcomes = rig.outcomes()
+    outcomes = outcomes_of(tmp_path, plays("reports_much"), 2)
     assert outcomes["0"].startswith("agent_error: ValueError: what it reports has 10")
     assert outcomes["1"] == "finished"
 

@@ -27,6 +27,7 @@ from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.rewards.contract import StopTrialError
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from tests.workers.data.tiny_tokenizer import Characters
 
 HERE = __name__
 ERRORS = {
@@ -37,16 +38,6 @@ ERRORS = {
 }
 CALLS = itertools.count()
 RUNNING: list[Any] = []
-
-
-class Characters:
-    """A tokenizer of code points."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(map(chr, ids))
-
-    def id_to_token(self, token: int) -> str:
-        return chr(token)
 
 
 ANSWER = [52, 50, 0]
@@ -144,27 +135,36 @@ def gives_up(problem: Mapping[str, Any], answer: str) -> float:
     raise StopTrialError("nothing is left to spend")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def judges() -> Iterator[Any]:
-    opened: list[RewardJudge] = []
+    opened: dict[str, RewardJudge] = {}
 
     def judge(
-        reward: Any = "does", *, timeout_s: float = 60.0, retries: int = 0, processes: int | None = None
+        reward: Any = "does",
+        *,
+        timeout_s: float = 60.0,
+        retries: int = 0,
+        processes: int | None = None,
+        is_new: bool = False,
     ) -> RewardJudge:
-        """
+        """A judge of these settings, with processes that an earlier test may have used.
+
         Args:
             reward: a name of a function here, a whole import path, or parts.
+            is_new: it is closed, or its processes are counted or killed.
         """
         named = f"{HERE}:{reward}" if isinstance(reward, str) and ":" not in reward else reward
         parts = RewardConfig(reward=reward_parts(named)).reward
         if processes is not None:
             parts = {name: part.model_copy(update={"concurrency": processes}) for name, part in parts.items()}
         spec = RewardConfig(reward=parts, reward_timeout_s=timeout_s, reward_retries=retries)
-        opened.append(RewardJudge(spec, Characters(), stop_token_ids={0, 1}, hidden=()))
-        return opened[-1]
+        key = f"{len(opened) if is_new else 0} {spec}"
+        if key not in opened:
+            opened[key] = RewardJudge(spec, Characters(), stop_token_ids={0, 1}, hidden=())
+        return opened[key]
 
     yield judge
-    for each in opened:
+    for each in opened.values():
         each.close()
 
 
@@ -243,7 +243,7 @@ def test_slow_rewards_run_at_the_same_time_and_beside_those_that_hang_and_die(ju
 
 
 def test_a_process_is_kept_for_the_next_call_and_may_handle_signals(judges: Any) -> None:
-    judge = judges(processes=1)
+    judge = judges(processes=1, is_new=True)
     assert judged(judge, {"do": "count"}, {"do": "alarm"}, {"do": "count"}) == [0.0, 1.0, 1.0]
 
 
@@ -345,9 +345,10 @@ def test_a_reward_that_ends_the_trial_is_not_tried_again(judges: Any) -> None:
 
 
 def test_a_worker_that_leaves_cancels_what_it_judges_and_leaves_no_process(judges: Any) -> None:
-    judge = judges()
+    others = hosts_of_rewards()
+    judge = judges(is_new=True)
     judge.start()
-    host = host_of_rewards()
+    [host] = hosts_of_rewards() - others
 
     async def leave() -> list[psutil.Process]:
         call = asyncio.create_task(reward_of(judge, {"do": "hang"}, ANSWER))
@@ -361,10 +362,9 @@ def test_a_worker_that_leaves_cancels_what_it_judges_and_leaves_no_process(judge
     assert not any(process.is_running() for process in [host, *asyncio.run(leave())])
 
 
-def host_of_rewards() -> psutil.Process:
-    """The process that rewards are forked from."""
-    (host,) = [child for child in psutil.Process().children() if "user_code.host" in " ".join(child.cmdline())]
-    return host
+def hosts_of_rewards() -> set[psutil.Process]:
+    """The processes that rewards are forked from."""
+    return {child for child in psutil.Process().children() if "user_code.host" in " ".join(child.cmdline())}
 
 
 def stops(problem: Mapping[str, Any], answer: str) -> float:
@@ -400,11 +400,13 @@ def test_a_reward_whose_process_is_killed_again_and_again_fails(judges: Any) -> 
 
 
 def test_the_process_that_rewards_are_forked_from_is_started_again_when_it_was_killed(judges: Any) -> None:
-    judge = judges()
+    others = hosts_of_rewards()
+    judge = judges(is_new=True)
 
     async def over_a_kill() -> list[float]:
         before = await reward_of(judge, {"do": "return", "value": 1.0}, [3])
-        host_of_rewards().kill()
+        [host] = hosts_of_rewards() - others
+        host.kill()
         return [before, await reward_of(judge, {"do": "return", "value": 1.0}, [3])]
 
     first, second = asyncio.run(over_a_kill())
