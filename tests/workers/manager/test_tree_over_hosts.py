@@ -51,7 +51,7 @@ class Trial:
         secrets = TrialSecrets.create(self._trial.secrets_path)
         shutil.copy(trust().path, Trust(self._trial.secrets_path).path)  # that of the hosts
         self._secrets = msgspec.structs.replace(secrets, http_api_key=Secret(API_KEY), http_admin_key=Secret(ADMIN_KEY))
-        rollout = RolloutConfig.model_validate({"reward": "tests.workers.rollout.rollout_rig:judge"})
+        rollout = RolloutConfig.model_validate({"reward": "tests.workers.rollout.some_rewards:judge"})
         spec = GserverManagerSpec(
             dataset=prompt_dataset(folder, ["1+1="]),
             train_batch_size=8,

@@ -157,7 +157,7 @@ class RolloutRig:
         self._prompts, self._fields, self._dataset = prompts, fields, dataset
         self._folder = folder
         self._rollout = RolloutConfig.model_validate(
-            {"sampling": {"max_new_tokens": 4}, "reward": "tests.workers.rollout.rollout_rig:judge", **rollout}
+            {"sampling": {"max_new_tokens": 4}, "reward": "tests.workers.rollout.some_rewards:judge", **rollout}
         )
         self._group_size = group_size
         self._teacher_prompt_tokens = teacher_prompt_tokens
@@ -313,8 +313,3 @@ def prompt_dataset(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = DatasetConfig(path=path, max_prompt_tokens=max_prompt_tokens, shuffle=False, **settings)
     return dataset_spec(config, kind="prompts")
-
-
-def judge(problem: Mapping[str, Any], answer: str) -> float:
-    """1 for the only answer that the fake server gives."""
-    return float(answer == "7")

@@ -3,16 +3,10 @@ worker that leaves has failed at nothing.
 """
 
 import asyncio
-import itertools
 import math
-import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,117 +16,16 @@ import pytest
 from math_verify import parse, verify
 
 from corral.agents import Episode
-from corral.experiments.config.base import FrozenConfig
 from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.lifecycle.worker import UserCodeError
-from corral.workers.rewards.contract import StopTrialError
 from corral.workers.rollout.judging import RewardFailedError, RewardJudge
 from tests.workers.data.tiny_tokenizer import Characters
+from tests.workers.rollout import some_rewards
 
-HERE = __name__
-ERRORS = {
-    "value": ValueError("no such problem"),
-    "exit": SystemExit(1),
-    "stop": StopIteration(),
-    "interrupt": KeyboardInterrupt(),
-}
-CALLS = itertools.count()
-RUNNING: list[Any] = []
+HERE = some_rewards.__name__
 
 
 ANSWER = [52, 50, 0]
-
-
-def does(problem: Mapping[str, Any], answer: str) -> float:
-    """What the problem asks for."""
-    match problem["do"]:
-        case "raise":
-            raise ERRORS[problem["error"]]
-        case "hang":
-            threading.Event().wait()
-        case "die":
-            os._exit(3)
-        case "sleep":
-            time.sleep(0.25)
-        case "alarm":
-            signal.signal(signal.SIGALRM, lambda *_: None)
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            signal.pause()
-        case "count":
-            return float(next(CALLS))
-        case "nothing":
-            return float(answer == "42")
-    return float(problem.get("value", 1.0))
-
-
-async def awaits(problem: Mapping[str, Any], answer: str) -> float:
-    if problem["do"] == "block":
-        time.sleep(600)
-    await asyncio.sleep(600 if problem["do"] == "hang" else 0.25)
-    return float(problem["value"])
-
-
-async def most_at_a_time(problem: Mapping[str, Any], answer: str) -> float:
-    RUNNING.append(problem)
-    number = len(RUNNING)
-    await asyncio.sleep(0.05)
-    RUNNING.pop()
-    return float(number)
-
-
-def compares(problem: Mapping[str, Any], answers: list[str]) -> list[float]:
-    return [float(len(answer) - len(answers[0])) for answer in answers][: problem["number"]]
-
-
-def weighs(problem: Mapping[str, Any], episodes: list[Episode]) -> list[float]:
-    return [len(each.turns) + sum(each.notes.values()) + len(each.ended) + (each.reward or 0.0) for each in episodes]
-
-
-async def counts(problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, int]]:
-    return len(answer), {"digits": sum(map(str.isdigit, answer))}
-
-
-def prints(problem: Mapping[str, Any], answer: str) -> float:
-    print("judged", answer)
-    print("x" * 100_000, file=sys.stderr, flush=True)
-    return float(problem["value"])
-
-
-async def awaits_and_prints(problem: Mapping[str, Any], answer: str) -> float:
-    return prints(problem, answer)
-
-
-def says_more(problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, float]]:
-    return 1.0, {"more": problem["value"], "huge": 10**400}
-
-
-class SaysHalfSurrogates(FrozenConfig):
-    how: str
-
-    def __call__(self, problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, Any]]:
-        if self.how == "raise":
-            raise ValueError("bad \ud800")
-        return 1.0, {"said": "bad \ud800"} if self.how == "said" else {"n\ud800": 1.0}
-
-
-class SaysMuch(FrozenConfig):
-    how: str
-
-    def __call__(self, problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, Any]]:
-        if self.how == "raise":
-            raise ValueError("y" * 10_000_000)
-        return 1.0, {"n" * 10_000: 1.0} if self.how == "name" else {f"n{number}": 1.0 for number in range(1025)}
-
-
-class Scales(FrozenConfig):
-    factor: float
-
-    def __call__(self, problem: Mapping[str, Any], answer: str) -> float:
-        return self.factor * does(problem, answer)
-
-
-def gives_up(problem: Mapping[str, Any], answer: str) -> float:
-    raise StopTrialError("nothing is left to spend")
 
 
 @pytest.fixture(scope="module")
@@ -186,12 +79,12 @@ def test_an_answer_is_judged_without_its_end_in_one_event_loop_after_the_other(i
     assert [asyncio.run(reward_of(judge, {"do": "nothing"}, ids)) for _ in range(2)] == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("error", sorted(ERRORS))
+@pytest.mark.parametrize("error", sorted(some_rewards.ERRORS))
 def test_whatever_a_reward_raises_on_every_try_is_a_failure_with_its_cause(error: str, judges: Any) -> None:
     (failure,) = judged(judges(retries=2), {"do": "raise", "error": error})
     assert isinstance(failure, RewardFailedError)
-    assert f"failed 3 times, last: {type(ERRORS[error]).__name__}" in str(failure)
-    assert str(failure).endswith(f"(test_judging.py:{does.__code__.co_firstlineno + 4})")
+    assert f"failed 3 times, last: {type(some_rewards.ERRORS[error]).__name__}" in str(failure)
+    assert str(failure).endswith(f"(some_rewards.py:{some_rewards.does.__code__.co_firstlineno + 4})")
 
 
 def test_a_reward_that_is_no_finite_float32_is_a_failure(judges: Any) -> None:
@@ -205,10 +98,10 @@ def test_a_reward_that_prints_into_a_full_log_judges_as_ever(reward: str) -> Non
 import asyncio
 from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.rollout.judging import RewardJudge
-from {HERE} import ANSWER, Characters
+from tests.workers.data.tiny_tokenizer import Characters
 spec = RewardConfig(reward=reward_parts("{HERE}:{reward}"), reward_retries=0)
 judge = RewardJudge(spec, Characters(), stop_token_ids={{0, 1}}, hidden=())
-(one,) = asyncio.run(judge.judge({{"value": 3.0}}, [ANSWER]))
+(one,) = asyncio.run(judge.judge({{"value": 3.0}}, [{ANSWER}]))
 judge.close()
 assert one.reward == 3.0
 """
@@ -235,9 +128,9 @@ def test_slow_rewards_run_at_the_same_time_and_beside_those_that_hang_and_die(ju
     judge = judges(timeout_s=5.0, processes=72)
     bad = [{"do": "hang"}] * 4 + [{"do": "die"}] * 4
     outcomes = judged(judge, *bad, *({"do": "sleep", "value": number} for number in range(64)))
-    line = does.__code__.co_firstlineno + 6
+    line = some_rewards.does.__code__.co_firstlineno + 6
     for hung in outcomes[:4]:
-        assert str(hung).endswith(f"no result within 5 s, in test_judging.py:{line}"), hung
+        assert str(hung).endswith(f"no result within 5 s, in some_rewards.py:{line}"), hung
     assert all(str(died).endswith("its process ended by itself, exit code 3") for died in outcomes[4:8]), outcomes[4:8]
     assert outcomes[8:] == [float(number) for number in range(64)]
 
@@ -282,11 +175,11 @@ def test_async_rewards_are_awaited_at_the_same_time_and_one_that_blocks_fails_al
     judge = judges("awaits", timeout_s=4.0)
     assert judged(judge, *({"do": "", "value": number} for number in range(64))) == [float(n) for n in range(64)]
     hung, well = judged(judge, {"do": "hang"}, {"do": "", "value": 1})
-    line = awaits.__code__.co_firstlineno
-    assert str(hung).endswith(f"no result within 4 s, in test_judging.py:{line + 3}") and well == 1.0
+    line = some_rewards.awaits.__code__.co_firstlineno
+    assert str(hung).endswith(f"no result within 4 s, in some_rewards.py:{line + 3}") and well == 1.0
     blocks, well = judged(judge, {"do": "block"}, {"do": "", "value": 3})
     assert "blocked the event loop for 4 s (rollout.reward_timeout_s)" in str(blocks) and well == 3
-    assert str(blocks).endswith(f"(test_judging.py:{line + 2})")
+    assert str(blocks).endswith(f"(some_rewards.py:{line + 2})")
     assert judged(judge, {"do": "", "value": 2}) == [2.0]
 
 
@@ -367,31 +260,13 @@ def hosts_of_rewards() -> set[psutil.Process]:
     return {child for child in psutil.Process().children() if "user_code.host" in " ".join(child.cmdline())}
 
 
-def stops(problem: Mapping[str, Any], answer: str) -> float:
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return 1.0
-
-
 def test_a_reward_whose_process_is_stopped_is_late(judges: Any) -> None:
     with pytest.raises(RewardFailedError, match="last: no result within 0.5 s"):
         asyncio.run(reward_of(judges("stops", timeout_s=0.5), {}, [3]))
 
 
-def killed_once(problem: Mapping[str, Any], answer: str) -> float:
-    flag = Path(problem["flag"])
-    if not flag.exists():
-        flag.write_text("")
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 1.0
-
-
 def test_a_reward_whose_process_was_killed_is_called_again_and_no_try_is_spent(judges: Any, tmp_path: Path) -> None:
     assert asyncio.run(reward_of(judges("killed_once"), {"flag": str(tmp_path / "flag")}, [3])) == 1.0
-
-
-def always_killed(problem: Mapping[str, Any], answer: str) -> float:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
 
 
 def test_a_reward_whose_process_is_killed_again_and_again_fails(judges: Any) -> None:
@@ -413,27 +288,13 @@ def test_the_process_that_rewards_are_forked_from_is_started_again_when_it_was_k
     assert first == second
 
 
-def scribbles(problem: Mapping[str, Any], answer: str) -> float:
-    for descriptor in range(3, 64):
-        with suppress(OSError):
-            os.write(descriptor, problem["words"].encode() + b"\n")
-    os._exit(0)
-
-
 @pytest.mark.parametrize(
     ("words", "cause"),
     [("no result", "it reported no JSON"), ('{"result": []}', "another number of rewards"), ("7", "no JSON")],
 )
 def test_what_is_no_result_is_a_failure_of_the_reward(words: str, cause: str, judges: Any) -> None:
     with pytest.raises(RewardFailedError, match=cause):
-        asyncio.run(reward_of(judges("scribbles"), {"words": words}, [3]))
-
-
-async def ends_its_process(problem: Mapping[str, Any], answer: str) -> float:
-    if problem["do"] == "end":
-        os._exit(3)
-    await asyncio.sleep(600)
-    return 1.0
+        asyncio.run(reward_of(judges("scribbles", is_new=True), {"words": words}, [3]))
 
 
 def test_a_call_that_is_cancelled_as_another_one_ends_its_process_stays_cancelled(judges: Any) -> None:
@@ -456,7 +317,7 @@ def test_what_a_reward_says_is_cut_and_too_many_numbers_are_refused(judges: Any)
         return asyncio.run(judges(part).judge({}, [ANSWER]))[0]
 
     assert judge("name").statistics["reward/part/much/" + "n" * 200] == 1.0
-    with pytest.raises(RewardFailedError, match=r"last: ValueError: y{2000} \(test_judging.py:\d+\)$"):
+    with pytest.raises(RewardFailedError, match=r"last: ValueError: y{2000} \(some_rewards.py:\d+\)$"):
         judge("raise")
     with pytest.raises(RewardFailedError, match="at most 1024 numbers beside it, got 1025"):
         judge("many")
@@ -467,7 +328,7 @@ def test_half_of_a_surrogate_pair_in_what_a_reward_says_is_replaced(judges: Any,
     part = {"half": {"function": f"{HERE}:SaysHalfSurrogates", "settings": {"how": how}, "words": 20}}
     judge = judges(part)
     if how == "raise":
-        with pytest.raises(RewardFailedError, match=r"last: ValueError: bad \? \(test_judging.py:"):
+        with pytest.raises(RewardFailedError, match=r"last: ValueError: bad \? \(some_rewards.py:"):
             asyncio.run(judge.judge({}, [ANSWER]))
         return
     ((judged,),) = [asyncio.run(judge.judge({}, [ANSWER]))]

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import os
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,10 @@ from corral.workers.requests.manager_messages import Allocate, Allocation
 from corral.workers.rollout import generation_client
 from tests.workers.checkpoint.test_committed_ledger import Trainer
 from tests.workers.data.tiny_tokenizer import ids_of
+from tests.workers.rollout import some_rewards
 from tests.workers.rollout.rollout_rig import EOS, FakeGenerationServer, RolloutRig
 
-HERE = __name__
-
-
-def fails_for_one(problem: Mapping[str, Any], answer: str) -> float:
-    """A reward of a user that knows no end to row 1."""
-    return 1.0 / (int(problem["id"]) - 1)
-
-
-def takes_long(problem: Mapping[str, Any], answer: str) -> float:
-    """A slow reward."""
-    time.sleep(5.0)
-    return 1.0
+HERE = some_rewards.__name__
 
 
 def test_a_reward_that_holds_everything_up_is_a_phase_of_its_own(tmp_path: Path) -> None:
