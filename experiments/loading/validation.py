@@ -213,6 +213,9 @@ def explain(error: ValidationError, model: type[BaseModel], source: ConfigSource
     """The problems behind a ValidationError, one per key, in the order of the file."""
     problem_by_path: dict[KeyPath, ConfigProblem] = {}
     for details in error.errors(include_url=False):
+        if details["loc"][-1] == "[key]":  # pydantic's word for a key of a mapping, which is then the input
+            details["type"], details["loc"] = "extra_forbidden", details["loc"][:-1]
+            details["input"] = source.written(details["loc"])
         path, broken = _known_path(details["loc"], model), details.get("ctx", {}).get("error")
         if isinstance(broken, RuleError) and broken.key:  # of a class: one of its keys
             path, given = (*path, broken.key), details["input"]
@@ -240,7 +243,7 @@ def _problem(details: ErrorDetails, path: KeyPath, model: type[BaseModel], sourc
         rule = f"{key} is no key any more{f': {reason}' if reason else ''}"
         hint = f"write {new}" if new else f"remove {key.rpartition('.')[2]}"
         return ConfigProblem(rule, hint, path=path, shown=show_value(details["input"]), place=source.place(path))
-    if kind == "extra_forbidden" or details["loc"][-1] == "[key]":
+    if kind == "extra_forbidden":
         return _unknown_key(path, details["input"], model, source)
     if kind == "missing":
         meaning = purpose(model, path)
@@ -269,9 +272,8 @@ def _unknown_key(path: KeyPath, value: Any, model: type[BaseModel], source: Conf
         hint = f"did you mean {near!r}?"
     else:
         hint = f"known keys{where}: {', '.join(known)}"
-    return ConfigProblem(
-        f"unknown key {key!r}{where}", hint, path=path, shown=show_value(value), place=source.place(path)
-    )
+    shown = show_value(value) if value != "" else ""  # a mapping below a mapping's key is not known here
+    return ConfigProblem(f"unknown key {key!r}{where}", hint, path=path, shown=shown, place=source.place(path))
 
 
 def _rule(details: ErrorDetails, written: str) -> tuple[str, str]:
