@@ -19,9 +19,8 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from io import RawIOBase
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, TypeVar
 
@@ -159,11 +158,42 @@ def verify_manifest(directory: Path, digest: str | None, *, on_progress: Callabl
         raise CorruptCheckpointError(f"{directory / name}: expected {manifest.files[name].size} bytes, got no file")
 
     def check(name: str) -> None:
-        if problem := _problem_of(directory / name, manifest.files[name], on_progress):
-            raise CorruptCheckpointError(problem)
+        path, expected, digest = directory / name, manifest.files[name], ContentDigest()
+        for piece in read_pieces(path, expected):
+            digest.update(piece)
+            on_progress()
+        if (actual := digest.hexdigest()) != expected.digest:
+            raise CorruptCheckpointError(f"{path}: {mismatch(expected.digest, actual)}")
 
-    for_each_file(check, manifest.files)
+    def check_patiently(name: str) -> None:
+        try:
+            _patiently(lambda: check(name))
+        except OSError as error:
+            size = manifest.files[name].size
+            raise CorruptCheckpointError(f"{directory / name}: expected {size} bytes, got {error}") from error
+
+    for_each_file(check_patiently, manifest.files)
     return manifest
+
+
+def read_pieces(path: Path, expected: FileEntry) -> Generator[memoryview, None, None]:
+    """A file of a sealed directory in order, each piece valid until the next one is asked for; whoever reads hashes.
+
+    Raises:
+        CorruptCheckpointError: it has another length, or is no file.
+        OSError: it cannot be read.
+    """
+    try:
+        file = open(path, "rb", buffering=0)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{path}: expected {expected.size} bytes, got no file") from error
+    with file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
+            raise CorruptCheckpointError(f"{path}: expected {expected.size} bytes, got {status.st_size}")
+        buffer = memoryview(bytearray(min(CACHED_BYTES, expected.size + 1)))
+        while size := file.readinto(buffer):
+            yield buffer[:size]
 
 
 def _files_below(directory: Path) -> Iterator[Path]:
@@ -180,21 +210,6 @@ def _files_below(directory: Path) -> Iterator[Path]:
             raise ValueError(f"{path} is neither a file nor a folder; a checkpoint holds nothing else, so remove it")
 
 
-def _problem_of(path: Path, expected: FileEntry, on_progress: Callable[[], None]) -> str:
-    def problem() -> str:
-        with open(path, "rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
-                return f"{path}: expected {expected.size} bytes, got {status.st_size}"
-            actual = _digest(file, on_progress)
-        return "" if actual == expected.digest else f"{path}: {mismatch(expected.digest, actual)}"
-
-    try:
-        return _patiently(problem)
-    except OSError as error:
-        return f"{path}: expected {expected.size} bytes, got {error}"
-
-
 def _patiently(read: Callable[[], T]) -> T:
     """What `read` gives; an error of the file system is tried again, since a fall-back cannot be taken back."""
     for pause_s in _RETRY_PAUSES_S:
@@ -206,15 +221,6 @@ def _patiently(read: Callable[[], T]) -> T:
             logger.warning("%s; trying again in %.0f s", error, pause_s)
             time.sleep(pause_s)
     return read()
-
-
-def _digest(file: RawIOBase, on_progress: Callable[[], None]) -> str:
-    digest = ContentDigest()
-    piece = memoryview(bytearray(CACHED_BYTES))
-    while size := file.readinto(piece):
-        digest.update(piece[:size])
-        on_progress()
-    return digest.hexdigest()
 
 
 def link_weights(version: SealedDirectory, target: Path) -> SealedDirectory:

@@ -5,6 +5,7 @@ start ──► url ──► rollout workers and the manager speak SGLang's HTT
             └──► prepare (new weights, it generates on) ──► swap (it stands still, as shortly as it can)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict
@@ -12,7 +13,8 @@ from typing import Protocol, TypedDict
 from corral.experiments.config.rollout import UpdateMode
 from corral.experiments.trial.secrets import Secret
 from corral.experiments.trial.trust import Trust
-from corral.workers.generation.weight_proof import WeightHolder, WeightProof
+from corral.workers.generation.held_weights import HeldWeights
+from corral.workers.generation.server_client import Fingerprints
 
 
 class BackendLostError(RuntimeError):
@@ -42,8 +44,6 @@ class Progress(TypedDict):
     """Requests that wait for a place."""
     tokens_generated: int
     """Since the server started."""
-    version: str
-    """Tag of the weights that it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,11 @@ class NewWeights:
     """What becomes of the requests under way."""
     timeout_s: float
     """Longest time that reading them may take, where that is done while the server stands still."""
-    proof: WeightProof
-    """Expects them."""
+    held: HeldWeights
+    """What the server holds until then; expects them."""
 
 
-class GenerationBackend(WeightHolder, Protocol):
+class GenerationBackend(Protocol):
     """One server of SGLang's HTTP API, in this process (`EmbeddedBackend`) or in another one.
 
     Example:
@@ -83,6 +83,20 @@ class GenerationBackend(WeightHolder, Protocol):
     def kv_tokens(self) -> int:
         """That its KV cache has room for, once it has started; 0 if it does not say."""
 
+    async def version(self) -> str:
+        """The tag of the weights that it says it holds.
+
+        Raises:
+            ServerError: it does not say.
+        """
+
+    async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
+        """What each rank of it computes from its tensors, but for those whose names contain one of `skipped`.
+
+        Raises:
+            ServerError: it cannot be asked.
+        """
+
     async def prepare(self, weights: Path) -> None:
         """Do ahead, while it generates, what an update from this directory can have done before; perhaps nothing.
 
@@ -91,7 +105,7 @@ class GenerationBackend(WeightHolder, Protocol):
         """
 
     async def swap(self, new: NewWeights) -> float:
-        """Stop, change over, have the proof look, go on.
+        """Stop, change over, have `HeldWeights` look, go on.
 
         Guarantee: no token carries the new version that a server made which was found not to hold it: its requests end
         with the tokens that they had.

@@ -64,7 +64,6 @@ class EmbeddedBackend:
             running=engine.num_running,
             queued=engine.num_queued,
             tokens_generated=engine.tokens_generated,
-            version=engine.version,
         )
 
     @property
@@ -72,12 +71,12 @@ class EmbeddedBackend:
         """See `GenerationBackend.kv_tokens`."""
         return self.spec.engine.max_total_tokens or 0
 
-    async def held(self) -> tuple[str, Path]:
-        """See `WeightHolder.held`."""
-        return self._engine.version, self._engine.model_directory
+    async def version(self) -> str:
+        """See `GenerationBackend.version`."""
+        return self._engine.version
 
     async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
-        """See `WeightHolder.fingerprints`."""
+        """See `GenerationBackend.fingerprints`."""
         held = self._engine.checksums
         return [await asyncio.to_thread(held.of, held.names(skipped=skipped))]
 
@@ -94,7 +93,7 @@ class EmbeddedBackend:
 
         What the proof looks at is hashed before, and so are the very tensors that are taken over: see `Checksums`.
         """
-        engine, staged, looked_at = self._engine, self._prepared, new.proof.looked_at
+        engine, staged, looked_at = self._engine, self._prepared, new.held.looked_at
         assert self._server is not None and staged is not None and staged.directory == new.directory
         self._prepared = None
         await asyncio.to_thread(staged.checksums.of, looked_at)  # so that nothing is hashed while it stands still
@@ -102,7 +101,7 @@ class EmbeddedBackend:
             staged,
             version=new.version,
             mode=new.mode,
-            check=lambda: new.proof.check([engine.checksums.of(looked_at)]),
+            check=lambda: new.held.check([engine.checksums.of(looked_at)]),
         )
         try:
             return (await asyncio.wait_for(asyncio.wrap_future(changing), _CHANGE_TIMEOUT_S)).stopped_s

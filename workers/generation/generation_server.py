@@ -21,6 +21,7 @@ from corral.experiments.worker_specs import GenerationServerSpec
 from corral.scheduling.restarts import RestartBudget
 from corral.workers.generation.backend import BackendLostError, GenerationBackend, ServerAccess
 from corral.workers.generation.control import ControlServer
+from corral.workers.generation.held_weights import HeldWeights
 from corral.workers.generation.weight_updates import WeightUpdates
 from corral.workers.lifecycle.worker import Worker, WorkerContext, run_async
 from corral.workers.modules import loading_modules
@@ -88,10 +89,13 @@ class GenerationServer(Worker):
             started = time.monotonic()
             try:
                 url = await backend.start()
-                updates.serves(backend, url)
+                held = HeldWeights(
+                    backend.fingerprints, url, version=self._spec.initial_version, directory=self._spec.initial_weights
+                )
+                updates.serves(backend, held)
                 num_starts += 1
                 await self._serve(
-                    backend, updates, url, control, incarnation=f"{self.context.incarnation}.{num_starts}"
+                    backend, held, updates, control, incarnation=f"{self.context.incarnation}.{num_starts}"
                 )
             except BackendLostError as error:
                 if not budget.take(ran_s=time.monotonic() - started):
@@ -106,10 +110,10 @@ class GenerationServer(Worker):
                 await backend.stop()
 
     async def _serve(
-        self, backend: GenerationBackend, updates: WeightUpdates, url: str, control: str, *, incarnation: str
+        self, backend: GenerationBackend, held: HeldWeights, updates: WeightUpdates, control: str, *, incarnation: str
     ) -> None:
         """Publish the server, and keep the presence record true while it runs; raises what it died of."""
-        record: dict[str, object] = {"url": url, "control": control, "incarnation": incarnation}
+        record: dict[str, object] = {"url": held.url, "control": control, "incarnation": incarnation}
         record |= {"place": updates.staging.place, "kv_tokens": backend.kv_tokens}
         keys, index, presence = self.context.keys, self._spec.index, self.context.presence
         key = keys.judge(index) if self._spec.is_judge else keys.generation_server(index)  # which the manager knows not
@@ -125,7 +129,7 @@ class GenerationServer(Worker):
                         presence.enter("generate")
                     else:
                         presence.enter("idle", waiting_for="requests of rollout workers")
-                    presence.beat(version=progress["version"], weight_update=updates.last)
+                    presence.beat(version=held.version, weight_update=updates.last)
             finally:
                 ended.cancel()
 

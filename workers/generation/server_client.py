@@ -101,7 +101,6 @@ class _ModelInfo(msgspec.Struct):
     """What /model_info answers, as far as it is read."""
 
     weight_version: str
-    model_path: str
 
 
 class SglangClient:
@@ -148,10 +147,9 @@ class SglangClient:
         """End all requests with the tokens that they have, once the server goes on."""
         await self._post("/abort_request", {"abort_all": True}, _ANSWER_TIMEOUT_S)
 
-    async def held(self) -> tuple[str, Path]:
-        """The tag of the weights that the server says it holds, and the directory that they were read from."""
-        info = decoded(await self.get("/model_info"), _ModelInfo, url=f"{self.url}/model_info")
-        return info.weight_version, Path(info.model_path)
+    async def version(self) -> str:
+        """The tag of the weights that the server says it holds."""
+        return decoded(await self.get("/model_info"), _ModelInfo, url=f"{self.url}/model_info").weight_version
 
     async def kv_tokens(self) -> int:
         """That its KV cache has room for; 0 if it does not say. Its scheduler has answered when this returns."""

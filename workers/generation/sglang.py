@@ -30,6 +30,7 @@ from corral.experiments.trial.directory import write_new_file
 from corral.experiments.trial.secrets import SecretFilter
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.generation.backend import BackendLostError, NewWeights, Progress, ServerAccess
+from corral.workers.generation.held_weights import StaleServerError
 from corral.workers.generation.server_client import (
     Fingerprints,
     RefusedError,
@@ -37,7 +38,6 @@ from corral.workers.generation.server_client import (
     SglangClient,
 )
 from corral.workers.generation.sglang_process import GPU_GRACE_S, STOP_GRACE_S, SglangProcess
-from corral.workers.generation.weight_proof import StaleServerError
 from corral.workers.lifecycle.worker import BadConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -194,9 +194,7 @@ class SglangBackend:
     """Of the server that was started last."""
     kv_tokens: int = field(default=0, init=False)
     """See `GenerationBackend.kv_tokens`."""
-    _progress: Progress = field(
-        default_factory=lambda: Progress(running=0, queued=0, tokens_generated=0, version=""), init=False
-    )
+    _progress: Progress = field(default_factory=lambda: Progress(running=0, queued=0, tokens_generated=0), init=False)
 
     async def start(self) -> str:
         """Start the server and wait until it takes requests.
@@ -225,12 +223,12 @@ class SglangBackend:
         """What the server last said."""
         return self._progress
 
-    async def held(self) -> tuple[str, Path]:
-        """See `WeightHolder.held`."""
-        return await self._client.held()
+    async def version(self) -> str:
+        """See `GenerationBackend.version`."""
+        return await self._client.version()
 
     async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
-        """See `WeightHolder.fingerprints`."""
+        """See `GenerationBackend.fingerprints`."""
         return await self._client.fingerprints(skipped=skipped)
 
     async def prepare(self, weights: Path) -> None:
@@ -240,8 +238,7 @@ class SglangBackend:
         """See `GenerationBackend.swap`; the seconds are from the order to pause to the answer of that to go on."""
         if self._lost:
             raise ServerError(f"{self._client.url} is about to be started again: {self._lost}")
-        version, directory = await self._client.held()
-        before = replace(new, version=version, directory=directory)
+        before = replace(new, version=new.held.version, directory=new.held.directory)
         ordered = time.monotonic()
         async with self._client.paused(new.mode):
             try:
@@ -268,7 +265,7 @@ class SglangBackend:
         logger.warning("reads version %s once more: %s", new.version, failure)
         if (again := await self._try_load(new)) is not None:
             logger.warning("reads version %s again, which it held: %s", before.version, again)
-            await new.proof.expect(before.directory)
+            await new.held.expect(before.directory)
             await self._load(before)
         await self._client.give_up_requests()
         return failure if again is not None else None
@@ -292,7 +289,7 @@ class SglangBackend:
             )
         finally:
             self._is_reading = False
-        await weights.proof.ask()
+        await weights.held.ask()
 
     async def wait_ended(self) -> None:
         """Watch the server; returns never.
@@ -393,18 +390,15 @@ class SglangBackend:
     async def _look(self) -> Progress:
         """How it is; ServerError unless its scheduler answers, which neither /ready nor /metrics would need."""
         self.kv_tokens = await self._client.kv_tokens()
-        metrics = await self._client.get("/metrics")
-        version, _ = await self._client.held()
-        return read_progress(metrics, version=version)
+        return read_progress(await self._client.get("/metrics"))
 
 
-def read_progress(metrics: str, *, version: str) -> Progress:
+def read_progress(metrics: str) -> Progress:
     """The numbers of a heartbeat out of Prometheus' text; a counter is missing before its first event."""
     return Progress(
         running=_sum_of(metrics, "num_running_reqs"),
         queued=_sum_of(metrics, "num_queue_reqs"),
         tokens_generated=_sum_of(metrics, "generation_tokens_total"),
-        version=version,
     )
 
 

@@ -1,6 +1,6 @@
 """WeightUpdates: one server takes over new weights, staged and verified while it generates.
 
-    bring_to(version, weights, digest) ──► stage ──► prepare ──► swap, with the proof: the backend's
+    bring_to(version, weights, digest) ──► stage ──► prepare ──► swap, with the proof of HeldWeights: the backend's
                                              │   it generates on │ and stands still
                                              │                   `──► StaleServerError
                                              `──► WeightsTornError: nothing was changed
@@ -23,8 +23,8 @@ from corral.experiments.trial.worker_record import WeightUpdate
 from corral.workers.checkpoint.manifest import CorruptCheckpointError
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.backend import GenerationBackend, NewWeights
+from corral.workers.generation.held_weights import HeldWeights
 from corral.workers.generation.server_client import ServerError
-from corral.workers.generation.weight_proof import WeightProof
 from corral.workers.lifecycle.timeline import Record, unrecorded
 from corral.workers.weight_transport.filling import StagedVersion, StagingError
 
@@ -73,15 +73,15 @@ class WeightUpdates:
         self.staging = staging
         self._mode = mode
         self._lock = asyncio.Lock()
-        self._serving: tuple[GenerationBackend, str, WeightProof] | None = None
+        self._serving: tuple[GenerationBackend, HeldWeights] | None = None
         self._staged: tuple[PublishedWeights, StagedVersion] | None = None
         """What `stage` has brought and verified, and what it was asked for, until the next update."""
         self.last: WeightUpdate | None = None
         """What the last update has cost."""
 
-    def serves(self, backend: GenerationBackend, url: str) -> None:
-        """From now on updates go to this server."""
-        self._serving = (backend, url, WeightProof(backend, url))
+    def serves(self, backend: GenerationBackend, held: HeldWeights) -> None:
+        """From now on updates go to this server, which holds these."""
+        self._serving = backend, held
 
     def ended(self) -> None:
         """There is no server to update, until `serves` names one."""
@@ -112,8 +112,8 @@ class WeightUpdates:
         async with self._lock:
             if self._serving is None:
                 raise ServerError("the generation server is being started; ask again")
-            backend, url, proof = self._serving
-            if not proof.is_stale and (await backend.held())[0] == version:
+            backend, held = self._serving
+            if held.version == version and not held.is_stale:
                 return
             before, self._staged = self._staged, None
             if before is not None and before[0] == order.published:
@@ -122,17 +122,18 @@ class WeightUpdates:
                 staged = await self._stage(order)
             was_staged = time.monotonic()
             await backend.prepare(staged.path)
-            await proof.expect(staged.path)
+            await held.expect(staged.path)
             new = NewWeights(
-                version=version, directory=staged.path, mode=self._mode, timeout_s=order.timeout_s, proof=proof
+                version=version, directory=staged.path, mode=self._mode, timeout_s=order.timeout_s, held=held
             )
             stopped_s = await backend.swap(new)
             has_changed = time.monotonic()
             stopped = has_changed - stopped_s
             self._note("prepare weights", was_staged, stopped, version)
             self._note("stand still for weights", stopped, has_changed, version)
-            if (held := (await backend.held())[0]) != version:
-                raise ServerError(f"{url} holds version {held!r} after an update to {version!r}")
+            if (says := await backend.version()) != version:
+                raise ServerError(f"{held.url} holds version {says!r} after an update to {version!r}")
+            held.version, held.directory = version, staged.path
             await asyncio.to_thread(self.staging.taken_over)
             self.last = WeightUpdate(
                 version=version,

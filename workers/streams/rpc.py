@@ -85,7 +85,7 @@ class PendingReplies(Generic[ReplyT]):
     def __init__(
         self,
         client: "RequestClient[Any, ReplyT]",
-        frames: Mapping[str, list[Buffer]],
+        frames: dict[str, list[Buffer]],
         *,
         name: str,
         request_id: str,
@@ -93,11 +93,11 @@ class PendingReplies(Generic[ReplyT]):
     ) -> None:
         """
         Args:
-            frames: by peer.
+            frames: by peer; taken over.
             name: of the request, for messages: "TrainStep".
             deadline_s: from now; what is missing then ends with a `StreamTimeoutError`.
         """
-        self.missing = dict(frames)
+        self.missing = frames
         """What was sent to the peers of which neither a reply nor an error has come."""
         self.asked = f"{name} {request_id}"
         self._request_id = request_id
@@ -106,8 +106,6 @@ class PendingReplies(Generic[ReplyT]):
         # One future for all of them: a future and a deadline per peer would cost more than the messages.
         loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = loop.create_future()
-        # Whoever awaits the replies gets the error; nobody has to.
-        self._done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._deadline = loop.call_later(deadline_s, self._expire, deadline_s)
 
     async def results(self) -> dict[str, ReplyT]:
@@ -134,6 +132,7 @@ class PendingReplies(Generic[ReplyT]):
             self._replies[peer] = end
         elif not self._done.done():
             self._done.set_exception(end)
+            self._done.exception()  # whoever awaits the replies gets it; nobody has to
         if not self.missing:
             self.complete()
 
@@ -192,7 +191,7 @@ class RequestClient(ABC, Generic[RequestT, ReplyT]):
             frames_by_peer[peer] = frames
         pending = PendingReplies(self, frames_by_peer, name=name, request_id=request_id, deadline_s=deadline_s)
         self.pending[request_id] = pending
-        for peer, frames in frames_by_peer.items():
+        for peer, frames in list(frames_by_peer.items()):
             self.send(peer, frames)
         if not requests:
             pending.complete()
@@ -346,8 +345,9 @@ class ServerClient(RequestClient[RequestT, ReplyT], AsyncClosing):
         pending = self.ask({self._server: body}, deadline_s=deadline_s, name=type(body).__name__)
         try:
             return (await pending.results())[self._server]
-        finally:
-            pending.complete()  # a request that was cancelled is not sent again
+        except asyncio.CancelledError:
+            pending.complete()  # it is not sent again
+            raise
 
     def send(self, peer: str, frames: list[Buffer]) -> None:
         self._link.send(frames)

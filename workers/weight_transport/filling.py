@@ -20,17 +20,14 @@ every piece that was read ──check──► goes on      another's lock ─�
 
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Protocol
 
 from corral.workers.checkpoint.durable_file import (
-    CACHED_BYTES,
     ContentDigest,
     FileEntry,
     for_each_file,
@@ -44,6 +41,7 @@ from corral.workers.checkpoint.manifest import (
     CorruptCheckpointError,
     Manifest,
     read_manifest,
+    read_pieces,
 )
 
 logger = logging.getLogger(__name__)
@@ -135,11 +133,9 @@ class FileSource:
     """Called when it was not what it should be."""
 
 
-class FindSource(Protocol):
-    """How one file comes from one place, or by one encoding."""
-
-    def __call__(self, name: str, expected: FileEntry) -> FileSource | None:
-        """None where there is no way. Raises NoSourceError or OSError where it is damaged."""
+FindSource = Callable[[str, FileEntry], FileSource | None]
+"""How a file of this name and content comes from one place, or by one encoding; None where there is no way. Raises
+NoSourceError or OSError where it is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +245,7 @@ class Filling:
                 if way is not None:
                     way.failed()
         path = self.weights / name
-        way = FileSource(origin=str(path), pieces=_content(path, expected), bytes_read=expected.size)
+        way = FileSource(origin=str(path), pieces=read_pieces(path, expected), bytes_read=expected.size)
         try:
             self._write(name, way, expected)
         except NoSourceError as error:
@@ -278,18 +274,3 @@ def whole(version: Filling) -> FindSource:
 def _is_served(name: str) -> bool:
     """Whether servers read it: deltas and adapters are for hosts."""
     return not name.endswith(DELTA_SUFFIX) and not name.startswith(f"{ADAPTER_FOLDER}/")
-
-
-def _content(path: Path, expected: FileEntry) -> Pieces:
-    """Of a file of the shared file system; NoSourceError if it is not that long, or no file."""
-    try:
-        file = open(path, "rb", buffering=0)
-    except FileNotFoundError as error:
-        raise NoSourceError(f"{path}: expected {expected.size} bytes, got no file") from error
-    with file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
-            raise NoSourceError(f"{path}: expected {expected.size} bytes, got {status.st_size}")
-        buffer = memoryview(bytearray(min(CACHED_BYTES, expected.size + 1)))
-        while size := file.readinto(buffer):
-            yield buffer[:size]

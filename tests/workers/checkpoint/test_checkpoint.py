@@ -1,7 +1,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from corral.workers.checkpoint.checkpoint import (
     state_folder,
     verify_checkpoint,
 )
-from corral.workers.checkpoint.durable_file import write_durable
+from corral.workers.checkpoint.durable_file import FileEntry, write_durable
 from corral.workers.checkpoint.ledger import Ledger, LedgerViolationError, write_delta
 from corral.workers.checkpoint.low_rank import ADAPTER_CONFIG
 from corral.workers.checkpoint.manifest import (
@@ -111,7 +111,7 @@ def test_sealing_reads_nothing(trial: TrialDirectory, monkeypatch: pytest.Monkey
     def refuse(*_: object) -> str:
         raise AssertionError("a file was read to be sealed")
 
-    monkeypatch.setattr(manifests, "_digest", refuse)
+    monkeypatch.setattr(manifests, "read_pieces", refuse)
     writer = TrialLog(trial.log_path).claim("job 1")
     logged = _save(trial, writer, 10, ["0:a"])
     monkeypatch.undo()
@@ -290,25 +290,25 @@ def test_an_error_of_the_file_system_is_no_damage_until_it_stays(
 ) -> None:
     writer = TrialLog(trial.log_path).claim("job 1")
     good, newest = (_save(trial, writer, step, [f"0:{step}"]) for step in (1, 2))
-    real, failures = manifests._digest, [OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "I/O error")]
+    real, failures = manifests.read_pieces, [OSError(errno.ESTALE, "stale"), OSError(errno.EIO, "I/O error")]
 
-    def fail_first(*arguments: Any) -> str:
+    def fail_first(*arguments: Any) -> Generator[memoryview, None, None]:
         if failures:
             raise failures.pop()
         return real(*arguments)
 
     pauses: list[float] = []
-    monkeypatch.setattr(manifests, "_digest", fail_first)
+    monkeypatch.setattr(manifests, "read_pieces", fail_first)
     monkeypatch.setattr(manifests.time, "sleep", pauses.append)
     assert last_valid_commit(writer.state, trial).commit == newest.commit
     assert not failures and len(pauses) == 2
 
-    def fail_in_newest(file: Any, on_progress: Any) -> str:
-        if newest.commit.directory in str(file.name):
+    def fail_in_newest(path: Path, expected: FileEntry) -> Generator[memoryview, None, None]:
+        if newest.commit.directory in str(path):
             raise OSError(errno.EIO, "I/O error")
-        return real(file, on_progress)
+        return real(path, expected)
 
-    monkeypatch.setattr(manifests, "_digest", fail_in_newest)
+    monkeypatch.setattr(manifests, "read_pieces", fail_in_newest)
     assert last_valid_commit(writer.state, trial).commit == good.commit
 
 

@@ -16,6 +16,7 @@ from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.checkpoint.published_weights import PublishedWeights
 from corral.workers.generation.backend import NewWeights, Progress
 from corral.workers.generation.control import ControlClient, ControlServer
+from corral.workers.generation.held_weights import HeldWeights
 from corral.workers.generation.server_client import Fingerprints, ServerError
 from corral.workers.generation.weight_updates import Staged, WeightUpdates
 from corral.workers.streams.https import open_session, serve
@@ -34,7 +35,7 @@ class LabelServer:
     """A generation server that has a version's label and directory, and no weights; stands for its backend, too."""
 
     def __init__(self) -> None:
-        self.version, self.path = "0.0", ""
+        self.tag, self.path = "0.0", ""
 
     async def start(self) -> str:
         application = web.Application()
@@ -46,10 +47,10 @@ class LabelServer:
         await self._runner.cleanup()
 
     def progress(self) -> Progress:
-        return Progress(running=0, queued=0, tokens_generated=0, version=self.version)
+        return Progress(running=0, queued=0, tokens_generated=0)
 
-    async def held(self) -> tuple[str, Path]:
-        return self.version, Path(self.path)
+    async def version(self) -> str:
+        return self.tag
 
     async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
         raise ServerError("it has no weights")
@@ -58,7 +59,7 @@ class LabelServer:
         pass
 
     async def swap(self, new: NewWeights) -> float:
-        self.version, self.path = new.version, str(new.directory)
+        self.tag, self.path = new.version, str(new.directory)
         return 0.0
 
     async def wait_ended(self) -> None:
@@ -98,7 +99,8 @@ class Host:
         )
         self.updates = WeightUpdates(self.transport, mode="retract")
         self.url = await self.server.start()
-        self.updates.serves(self.server, self.url)
+        held = HeldWeights(self.server.fingerprints, self.url, version="0.0", directory=Path())
+        self.updates.serves(self.server, held)
         self._control = ControlServer(self.updates, admin_key=ADMIN_KEY, address=LOOPBACK, tls=trust().server())
         self.control = await self._control.start()
 

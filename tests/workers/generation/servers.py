@@ -21,6 +21,7 @@ from corral.experiments.trial.secrets import Secret
 from corral.experiments.worker_specs import GenerationServerSpec
 from corral.workers.generation.backend import GenerationBackend, ServerAccess
 from corral.workers.generation.embedded import EmbeddedBackend
+from corral.workers.generation.held_weights import HeldWeights
 from corral.workers.generation.sglang import SglangBackend
 from corral.workers.generation.weight_updates import UpdateOrder, WeightUpdates
 from corral.workers.streams.https import open_session
@@ -105,6 +106,7 @@ class Served:
     """A backend that serves."""
 
     backend: GenerationBackend
+    held: HeldWeights
     client: Client
     updates: WeightUpdates
     loop: LoopThread
@@ -125,7 +127,7 @@ class Served:
     def taking(self, transport: WeightStaging, *, mode: UpdateMode = "retract") -> Iterator["Served"]:
         """The same server, brought to new weights by another transport, or in another mode."""
         updates = WeightUpdates(transport, mode=mode)
-        updates.serves(self.backend, self.client.url)
+        updates.serves(self.backend, self.held)
         with closing(transport):
             yield replace(self, updates=updates)
 
@@ -195,9 +197,10 @@ def serving(
         client = None
         try:
             url = loop.run(backend.start())
-            updates.serves(backend, url)
+            held = HeldWeights(backend.fingerprints, url, version="0.0", directory=weights)
+            updates.serves(backend, held)
             client = Client(url)
-            yield Served(backend, client, updates, loop, folder / "sglang.log")
+            yield Served(backend, held, client, updates, loop, folder / "sglang.log")
         finally:
             loop.run(backend.stop())
             loop.run(session.close())

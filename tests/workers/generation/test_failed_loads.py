@@ -16,9 +16,9 @@ from aiohttp import web
 from safetensors.torch import save_file
 
 from corral.workers.generation.backend import NewWeights
+from corral.workers.generation.held_weights import HeldWeights, Probe
 from corral.workers.generation.server_client import ServerError, SglangClient
 from corral.workers.generation.sglang import SglangBackend
-from corral.workers.generation.weight_proof import Probe, WeightProof
 from corral.workers.streams.https import open_session
 from tests.workers.generation.servers import LOOPBACK, access, server_spec
 from tests.workers.trusted import trust
@@ -83,9 +83,9 @@ def update(
                 directory=folder / "new",
                 mode="retract",
                 timeout_s=1.0,
-                proof=WeightProof(backend, url),
+                held=HeldWeights(backend.fingerprints, url, version="0.1", directory=folder / "old"),
             )
-            await new.proof.expect(new.directory)
+            await new.held.expect(new.directory)
             error = None
             try:
                 await backend.swap(new)

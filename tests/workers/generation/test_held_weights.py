@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from corral.workers.engine.engine import GenerationEngine
-from corral.workers.generation.weight_proof import Probe, compare
+from corral.workers.generation.held_weights import Probe, compare
 from tests.workers.engine.tiny_models import save_tiny_model
 
 OLD, NEW, OTHER = "0" * 16, "1" * 16, "2" * 16

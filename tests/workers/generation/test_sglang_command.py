@@ -188,10 +188,9 @@ def test_progress_is_read_from_the_metrics_of_all_ranks() -> None:
         'sglang:num_queue_reqs{dp_rank="0"} 1.0\n'
         'sglang:generation_tokens_total{model_name="a b"} 1.5e+03\n'
     )
-    assert read_progress(metrics, version="1.2") == {
+    assert read_progress(metrics) == {
         "running": 5,
         "queued": 1,
         "tokens_generated": 1500,
-        "version": "1.2",
     }
-    assert read_progress("", version="0.0")["tokens_generated"] == 0
+    assert read_progress("")["tokens_generated"] == 0

@@ -112,7 +112,7 @@ def trial(tmp_path: Path) -> Iterator[Trial]:
 
 
 def wait_for(manager: GserverManager, hosts: list[Host], version: str) -> None:
-    wait_until(lambda: all(host.server.version == version for host in hosts), f"{len(hosts)} hosts at {version}")
+    wait_until(lambda: all(host.server.tag == version for host in hosts), f"{len(hosts)} hosts at {version}")
     ready = (ServerState.READY, PolicyVersion.parse(version))
     wait_until(
         lambda: [(server.state, server.version) for server in servers_of(manager)].count(ready) >= len(hosts),

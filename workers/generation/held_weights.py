@@ -1,4 +1,4 @@
-"""WeightProof: whether one server holds the weights that it was brought to, by fingerprints of some tensors.
+"""HeldWeights: which version one server holds, and the proof that it does, by fingerprints of some tensors.
 
     expect(directory), it generates on ──► update ──► check what it holds, it stands still ──► holds them
                                                         └──► StaleServerError: it said so, and does not
@@ -20,10 +20,10 @@ the log says so once. One that was found stale is believed no more before a chec
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from corral.workers.engine.stored_tensors import StoredTensor, stored_tensors
 from corral.workers.generation.server_client import Fingerprints, ServerError
@@ -106,30 +106,24 @@ class StaleServerError(ServerError):
     """A server acknowledged an update and still holds weights from before; its answers would carry a wrong version."""
 
 
-class WeightHolder(Protocol):
-    """A server that can be asked what it holds."""
-
-    async def held(self) -> tuple[str, Path]:
-        """The tag of the weights that it says it holds, and the directory that they were read from.
-
-        Raises:
-            ServerError: it does not say.
-        """
-
-    async def fingerprints(self, *, skipped: Sequence[str]) -> list[Fingerprints]:
-        """What each rank of it computes from its tensors, but for those whose names contain one of `skipped`.
-
-        Raises:
-            ServerError: it cannot be asked.
-        """
-
-
-class WeightProof:
+class HeldWeights:
     """Of one server, from its start on."""
 
-    def __init__(self, server: WeightHolder, url: str) -> None:
-        self._server = server
-        self._url = url
+    def __init__(
+        self, fingerprints: Callable[..., Awaitable[list[Fingerprints]]], url: str, *, version: str, directory: Path
+    ) -> None:
+        """
+        Args:
+            fingerprints: of the server, see `GenerationBackend.fingerprints`.
+            version: tag of the weights that it was started with.
+            directory: that they were read from.
+        """
+        self._fingerprints = fingerprints
+        self.url = url
+        self.version = version
+        """Tag of the weights that it holds."""
+        self.directory = directory
+        """That they were read from."""
         self._probe: Probe | None = None
         """Of what it holds."""
         self._held: Sequence[Fingerprints] = ()
@@ -152,9 +146,8 @@ class WeightProof:
             if not expected.fingerprints:
                 raise ValueError(f"{weights} has none of the tensors that would be looked at")
             if self._probe is None:
-                _, directory = await self._server.held()
-                self._held = await self._server.fingerprints(skipped=expected.skipped)
-                self._probe = await asyncio.to_thread(Probe.of, directory)
+                self._held = await self._fingerprints(skipped=expected.skipped)
+                self._probe = await asyncio.to_thread(Probe.of, self.directory)
         except (OSError, ValueError, KeyError, ServerError) as error:
             self._believe(error)
             return
@@ -170,7 +163,7 @@ class WeightProof:
         if self._next is None:
             return
         try:
-            held = await self._server.fingerprints(skipped=self._next.skipped)
+            held = await self._fingerprints(skipped=self._next.skipped)
         except ServerError as error:
             self._believe(error)
             return
@@ -194,21 +187,21 @@ class WeightProof:
         self.is_stale = bool(stale)
         if stale:
             raise StaleServerError(
-                f"{self._url} says that it has taken over new weights, and holds others in {', '.join(stale)}; its "
+                f"{self.url} says that it has taken over new weights, and holds others in {', '.join(stale)}; its "
                 "requests are given up, and it is brought to them once more"
             )
         if is_unmoved:
             logger.warning(
                 "%s shows no change after an update, in fingerprints of a way of its own: its weights are rounded so "
                 "that this step does not show, or it has not loaded them",
-                self._url,
+                self.url,
             )
         self._probe, self._held = self._next, held
 
     def _believe(self, reason: Exception) -> None:
         if self.is_stale:
-            raise StaleServerError(f"what {self._url} holds since it was found stale is unknown: {reason}") from reason
+            raise StaleServerError(f"what {self.url} holds since it was found stale is unknown: {reason}") from reason
         self._probe = None
         if not self._was_told:
             self._was_told = True
-            logger.warning("what %s holds after an update is not looked at, but believed: %s", self._url, reason)
+            logger.warning("what %s holds after an update is not looked at, but believed: %s", self.url, reason)
