@@ -225,7 +225,7 @@ def test_a_command_hears_of_each_rule_once_when_it_begins_to_speak_and_its_failu
 def test_no_environment_variable_of_a_trial_leaves_it(tmp_path: Path) -> None:
     _, trial = planned_trial(tmp_path)
     plan = json.loads(trial.plan_path.read_bytes())
-    plan["config"]["groups"]["master_worker"]["scheduling"] = {"env_vars": {"KEY": "hidden"}, "mem": 7}
+    plan["config"]["groups"]["master_worker"] = {"scheduling": {"env_vars": {"KEY": "hidden"}, "mem": 7}}
     trial.plan_path.write_text(json.dumps(plan))
     config = TrackedTrial.of(trial).config
     assert config["groups"]["master_worker"]["scheduling"] == {"mem": 7} and "hidden" not in json.dumps(config)
