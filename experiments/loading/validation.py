@@ -6,6 +6,7 @@ JSON without refusing paths and tuples; hence the detour over JSON text.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -115,10 +116,8 @@ OLD_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "rollout.reward_processes": ("concurrency: {} in a part of rollout.reward", ""),
         "ppo.router_replay": ("", "the trainer replays the generator's experts where it can"),
         "rollout.spool": ("", "it is on disk"),
-        "rollout.length_schedule": (
-            "",
-            "an agent may ask for shorter answers",
-        ),
+        "rollout.length_schedule": ("", "an agent may ask for shorter answers"),
+        "rollout.reward.*.timeout_s": ("rollout.reward_timeout_s: {}", "all parts have the same deadline"),
         "teacher.key_file": ("key: {}", ""),
         "teacher.key_variable": ("key: ${}", ""),
         "rollout.schedule_policy": ("", "a request goes to the server with the fewest requests"),
@@ -138,8 +137,8 @@ OLD_KEYS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "supervision.lease_ttl_s": ("", "it is 10 s"),
     }
 )
-"""Keys that there were, by the ends of their paths -> what is written in their place ({}: the old value), what holds
-instead."""
+"""Keys that there were, by the ends of their paths (*: any name) -> what is written in their place ({}: the old value),
+what holds instead."""
 
 
 def old_key(path: KeyPath, value: Any) -> tuple[str, str, str] | None:
@@ -149,7 +148,7 @@ def old_key(path: KeyPath, value: Any) -> tuple[str, str, str] | None:
         written |= {(*path, str(key)): below for key, below in value.items()}
     for end, (new, reason) in OLD_KEYS.items():
         for there, was in written.items():
-            if f".{dotted(there)}".endswith(f".{end}"):
+            if fnmatchcase(f".{dotted(there)}", f"*.{end}"):
                 return dotted(there), "" if was is None else new.format(shorten(str(was))), reason
     return None
 

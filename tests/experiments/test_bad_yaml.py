@@ -52,7 +52,7 @@ def test_an_old_key_is_refused_with_the_new_key_or_the_reason(tmp_path: Path) ->
     (tmp_path / "experiment.yaml").write_text(VALID_PPO)
     for key, (new, reason) in OLD_KEYS.items():
         first, dot, rest = key.partition(".")
-        place = f"{places.get(first, first)}{dot}{rest}"
+        place = f"{places.get(first, first)}{dot}{rest}".replace("*", "digits")
         kind = ["experiment=dpo"] if first == "dpo" else []
         with pytest.raises(ConfigError) as refused:
             load_experiment(tmp_path / "experiment.yaml", [*kind, f"{place}=1"])
