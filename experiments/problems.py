@@ -489,6 +489,13 @@ def _of_async_ppo(experiment: AsyncPPOExperiment) -> Iterator[ConfigProblem]:
 
 def environment_problems(experiment: AsyncPPOExperiment, environment: EnvironmentConfig) -> Iterator[ConfigProblem]:
     """Files that hold no tasks, held-out tasks that nothing names, a model that nobody can talk to."""
+    for key, what in (("agent", "plays"), ("agent_settings", "plays"), ("reward", "gives the rewards")):
+        if key in experiment.rollout.model_fields_set:  # a plan has them all, with their defaults
+            yield ConfigProblem(
+                f"rollout.{key} has no effect: the environment {environment.id} {what}",
+                f"remove it, or rollout.environment to use rollout.{key}",
+                path=("rollout", key),
+            )
     dataset, evaluation = experiment.dataset, experiment.evaluation
     group = experiment.groups.get("rollout_worker", GroupConfig()).scheduling
     if group is not None and group.container_image is not None and environment.python is None:

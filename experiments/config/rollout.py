@@ -257,11 +257,7 @@ class RolloutConfig(GenerationConfig):
     """An environment of a package, whose tasks are the prompts and which gives the rewards, in place of an agent."""
 
     @model_validator(mode="after")
-    def _settings_have_an_effect(self) -> Self:
-        for key, whose in (("agent", "plays"), ("agent_settings", "plays"), ("reward", "gives the rewards")):
-            if self.environment is not None and key in self.model_fields_set:
-                rule = f"{key} has no effect: the environment {self.environment.id} {whose}"
-                raise RuleError(rule, f"remove it, or rollout.environment to use rollout.{key}", key=key)
+    def _demonstrates_answers(self) -> Self:
         if self.demonstrations is not None and self.makes_episodes:
             raise RuleError("demonstrations are answers to prompts, and no episodes", "remove agent or environment")
         return self

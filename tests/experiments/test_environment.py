@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.config.base import merged
@@ -108,19 +107,9 @@ def test_it_is_not_started_for_a_trial_that_cannot_be_anyway(tmp_path: Path) -> 
     assert "verifiers" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("agent", "agent has no effect: the environment adding plays"),
-        ("reward", "the environment adding gives the rew"),
-    ],
-)
-def test_settings_beside_an_environment_that_it_takes_the_place_of_are_refused(key: str, message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        RolloutConfig.model_validate({"environment": {"id": "adding"}, key: "my.module:name"})
-
-
-def problems(folder: Path, *, held_out: bool = True, image: str | None = None, rows: str = "") -> list[str]:
+def problems(
+    folder: Path, *, held_out: bool = True, image: str | None = None, rows: str = "", **rollout: str
+) -> list[str]:
     """What is wrong with an environment beside other settings."""
     environment = EnvironmentConfig(id="adding", held_out_args={} if held_out else None)
     (folder / "rows.jsonl").write_text(rows)
@@ -128,7 +117,7 @@ def problems(folder: Path, *, held_out: bool = True, image: str | None = None, r
     experiment = AsyncPPOExperiment(
         name="e",
         actor=ActorModelConfig(path=folder),
-        rollout=RolloutConfig(environment=environment),
+        rollout=RolloutConfig.model_validate({"environment": environment, **rollout}),
         dataset=DatasetConfig(path=folder / "rows.jsonl" if rows else None),
         evaluation=EvaluationConfig(dataset=DatasetConfig()),
         groups={"rollout_worker": GroupConfig(scheduling=scheduling)},
@@ -141,6 +130,10 @@ def test_what_contradicts_an_environment_is_refused(tmp_path: Path) -> None:
     assert message.startswith(f"an environment speaks in messages: model {tmp_path} has no chat template")
     add_template(tmp_path)
     assert problems(tmp_path) == []
+    assert problems(tmp_path, agent="my.agents:solve") == ["rollout.agent has no effect: the environment adding plays"]
+    assert problems(tmp_path, reward="my.rewards:judge") == [
+        "rollout.reward has no effect: the environment adding gives the rewards"
+    ]
     assert problems(tmp_path, held_out=False) == ["which tasks are held out is not said"]
     [message] = problems(tmp_path, image="image.sif")
     assert message.startswith("rollout.environment.python is not set")

@@ -187,8 +187,11 @@ class Admission:
         if holder is None or holder.incarnation != incarnation:
             # The process before it may be gone before anybody missed it: what that one ran nobody else speaks of.
             return Allocation(must_report=True)
-        if holder.last is not None and holder.last.order != last:
-            return holder.last
+        if (lost := holder.last) is not None and lost.order != last:
+            if self._gate.order_of(lost.uid) == lost.order:
+                return lost
+            holder.running.pop(lost.uid, None)  # others have made it meanwhile
+            holder.last = None
         self._waiting.put(worker, (len(holder.running),))
         return None
 

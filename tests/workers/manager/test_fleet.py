@@ -205,7 +205,7 @@ class Fleet:
         worker = self.workers[name]
         if not worker.is_alive:
             return False
-        answer = self.admission.ask(name, incarnation=str(worker.incarnation), last=worker.last)
+        answer = lost = self.admission.ask(name, incarnation=str(worker.incarnation), last=worker.last)
         if answer is None:
             answer = dict(self.admission.deal()).get(name)
             self.admission.leave(name)
@@ -221,7 +221,8 @@ class Fleet:
             )
             return True
         assert answer.order is not None
-        assert self.gate.version <= answer.due_step <= self.gate.version + self.eta
+        assert answer.due_step <= self.gate.version + self.eta and self.gate.order_of(answer.uid) == answer.order
+        assert lost is not None or self.gate.version <= answer.due_step  # others may have trained since it was lost
         worker.last = answer.order
         worker.running[answer.uid] = Group(answer.uid, answer.order, answer.due_step)
         return True

@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, Self, cast
@@ -22,6 +22,7 @@ from corral.experiments.trial.log_state import CorruptLogError
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.workers.checkpoint import manifest
 from corral.workers.checkpoint.checkpoint import NoValidCheckpointError, RecoveryPoint
+from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.ledger import LEDGER_NAME
 from corral.workers.lifecycle.worker import CannotContinueError, Worker, run_to_exit_code
 from corral.workers.master import master_worker
@@ -189,18 +190,18 @@ def test_the_master_answers_while_a_commit_is_verified(begin: Begin, monkeypatch
         run(Trainers(at_call=die_after_a_commit))
     *_, committed = (logged.commit for logged in TrialLog(trial.log_path).read().lineage)
 
-    trainers, hashed, real = ListeningTrainers(), set[str](), manifest._digest
+    trainers, read, real = ListeningTrainers(), set[str](), manifest.read_pieces
 
-    def hash_once_answered(file: Any, on_progress: Callable[[], None]) -> str:
+    def read_once_answered(path: Path, expected: FileEntry) -> Iterator[memoryview]:
         answered = threading.Event()
         trainers.loop.call_soon_threadsafe(answered.set)
-        assert answered.wait(30.0), f"the event loop waits for the hash of {file.name}"
-        hashed.add(os.path.relpath(file.name, trial.path))
-        return real(file, on_progress)
+        assert answered.wait(30.0), f"the event loop waits for the hash of {path}"
+        read.add(os.path.relpath(path, trial.path))
+        return real(path, expected)
 
-    monkeypatch.setattr(manifest, "_digest", hash_once_answered)
+    monkeypatch.setattr(manifest, "read_pieces", read_once_answered)
     assert run(trainers) == WorkerExit.DONE
-    verified = {name for name in hashed if name.startswith(f"{committed.directory}/")}
+    verified = {name for name in read if name.startswith(f"{committed.directory}/")}
     assert f"{committed.directory}/{LEDGER_NAME}" in verified
 
 
