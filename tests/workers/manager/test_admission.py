@@ -154,6 +154,20 @@ def test_an_answer_that_was_lost_is_given_again() -> None:
     assert ask(admission).order == 1
 
 
+def test_an_answer_that_was_lost_is_not_given_again_once_others_have_made_its_prompt() -> None:
+    committed = set[str]()
+    gate = StalenessGate(batch_size=8, max_staleness=0, max_concurrent=9)
+    admission = Admission(gate, passes=lambda: PROMPTS, is_committed=committed.__contains__, trainer=MASTER)
+    admission.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER])
+    admission.report(WORKER, incarnation="a", running={}, finished={})
+    assert ask(admission).uid == "0:0"
+    admission.report(OTHER, incarnation="b", running={}, finished={"0:0": 0})
+    committed.add("0:0")
+    admission.consumed(["0:0"])
+    assert ask(admission, last=None).uid == "0:1"
+    assert (admission.running, [*admission._holders[WORKER].running]) == (1, ["0:1"])
+
+
 def test_what_a_dead_rollout_worker_ran_goes_on_elsewhere_and_so_does_what_it_never_delivers() -> None:
     admission = opened(WORKER, OTHER, batch_size=3)
     assert list(take_all(admission)) == ["0:0", "0:1", "0:2"]
