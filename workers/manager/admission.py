@@ -249,7 +249,7 @@ class Admission:
         """A rollout worker says what it holds, with order numbers: whenever it is asked to.
 
         What a commit covers is counted already, even if the rollout worker has not heard of it yet. Answers to a prompt
-        that was dealt anew since do not count: whoever has got it last says what becomes of it.
+        that was dealt anew since do not count: the worker that got it last says what becomes of it.
         """
         self._awaited.discard(worker)
         holder = self._holders.get(worker)

@@ -78,7 +78,7 @@ class Waiting(NamedTuple):
     answer: asyncio.Future[Route]
     request: Schedule
     until: float
-    """When it is told in any case, on the clock of whoever looks."""
+    """When it is told in any case, on the caller's clock."""
 
 
 class WaitingLine:
@@ -310,7 +310,7 @@ class GserverManager(Worker):
             turn.set_result(allocation)
 
     def _route(self, request: Schedule) -> Route | asyncio.Future[Route]:
-        """A server as soon as one may make what is asked for; or why none may, if whoever asks does not know it."""
+        """A server as soon as one may make what is asked for; or why none may, if the caller does not know it."""
         route = self._choose(request)
         if route.url is not None or route.reason != request.knows:
             return route

@@ -1,4 +1,4 @@
-"""What a trial has consumed, held against the order of its seed: printed for whoever wants to see that nothing is lost.
+"""What a trial has consumed, held against the order of its seed: printed to show that nothing is lost.
 
 python -m corral.workers.master.audit TRIAL
 

@@ -7,7 +7,7 @@
     pull weights ──► request to every rank of the mesh ──► replies ──► outputs noted in the buffer
                                                                  statistics of a call that evaluates
 
-Whoever calls holds all of the ranks that `ranks_of` names, and so nothing here meets a collective of another call.
+The caller holds all of the ranks that `ranks_of` names, and so nothing here meets a collective of another call.
 
 Which data-parallel rank of a mesh works on which samples (Dealer), and what has to move for it (TransferPlanner):
 

@@ -94,7 +94,7 @@ class BestWeights:
 
     def _set_aside(self, version: PolicyVersion) -> None:
         if BestVersion.read(self._evaluated) is not None and not self._best.exists():
-            self._evaluated.rename(self._best)  # whoever was to do so died before
+            self._evaluated.rename(self._best)  # the master that was to do so died before
         self._weights.keep(self._evaluated.name, version)
 
     def _replace_if_better(self, version: PolicyVersion, value: float) -> bool:

@@ -266,7 +266,7 @@ class TrainerEpoch:
     # The calls on it
 
     async def _publish(self) -> None:
-        """The present step has made weights: they go to whoever generates before the step is over."""
+        """The present step has made weights: they go to the generation servers before the step is over."""
         started = time.monotonic()
         await self.weights.publish(self.epoch.lineage.version(self._step + 1))
         self._waits["time/publish_s"] += time.monotonic() - started

@@ -140,7 +140,7 @@ class StepRunner:
     version: int
     """Of the policy before this step."""
     publish: Callable[[], Awaitable[None]]
-    """Makes the weights that have just changed known to whoever generates."""
+    """Makes the weights that have just changed known to the generation servers."""
     on_progress: Callable[[Sequence[str], Mapping[str, Sequence[str]]], None] = lambda running, waits_for: None
     """Told, whenever a call starts or ends, which calls run, and for each of the others which calls it waits for."""
     record: Record = unrecorded

@@ -73,7 +73,7 @@ class PublishedVersions:
             await self._announce(version)
 
     async def publish(self, version: PolicyVersion) -> None:
-        """Hand the weights that the present step has just made to whoever generates.
+        """Hand the weights that the present step has just made to the generation servers.
 
         Servers need not wait for the rest of the step, nor for the commit: if either never comes, these weights are
         orphans, and so is what is made with them. The lineage knows neither, and turns their samples away.

@@ -5,7 +5,7 @@ data plane ────► adopt ┼─► {uid: SequenceSample} ─┼─► ar
 algorithm's output put ┘                          └─► drop(uids)             on clear_data_cache
 
 Where there are other ranks on the host, the arrays lie in memory that these can map. An array that is here is
-never changed, only replaced or dropped, so that whoever has got hold of it may read it without a lock.
+never changed, only replaced or dropped, so that a thread that holds it may read it without a lock.
 """
 
 import threading

@@ -1,4 +1,4 @@
-"""Arrays that the processes of one host share: written once, mapped by whoever needs them, never copied between them.
+"""Arrays that the processes of one host share: written once, mapped by those that need them, never copied between them.
 
     owner    HostMemory.store(arrays) ──► arrays in a segment ──places_of──► fd, inode, offset ──message──┐
     reader   HostMemory.open(pid, places, kinds) ◄──────────────────── /proc/PID/fd/FD ◄──────────────────┘

@@ -71,7 +71,7 @@ class Network:
         self.rank = rank
         self.timeout_s = timeout_s
         self.secret = os.urandom(16)
-        """Whoever does not say it first is not answered."""
+        """A peer that does not say it first is not answered."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=socket.SOMAXCONN)
         self.port: int = self._listener.getsockname()[1]
@@ -241,7 +241,7 @@ class Network:
 
 
 def _end(connection: socket.socket) -> None:
-    """Close a socket, also under whoever waits for it."""
+    """Close a socket, also under a thread that waits for it."""
     with suppress(OSError):  # the other end has left
         connection.shutdown(socket.SHUT_RDWR)
     connection.close()

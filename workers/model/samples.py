@@ -4,7 +4,7 @@
                                                     ├──► DataStore ──┤
     rows of the dataset ──► RowLoader ──LoadRows────┘                └──► DataPlane: to ranks that compute on them
                                                         ▲
-                         Reject, ClearDataCache ────────┘  gone; whoever sent a rejected one is told
+                         Reject, ClearDataCache ────────┘  gone; the sender of a rejected one is told
 
 A trial has one source of the two; the master hears of samples as metadata. A record that its rollout worker has given
 up has no tensors: its uid and the reason are passed on. What the master asks here is answered in the stream's I/O

@@ -162,7 +162,7 @@ class WorkerRequestStream(Closing):
         """Answer a request."""
 
         def settle() -> None:
-            if not envelope.deferred.done():  # else whoever asked is no longer our master
+            if not envelope.deferred.done():  # else the master that asked was replaced
                 envelope.deferred.set_result(payload)
 
         self._thread.call(settle)

@@ -6,7 +6,7 @@ StreamError
 +-- StreamTimeoutError       a wait ran into its deadline; also a TimeoutError
 +-- PeerDeadError            the peer's process is gone, or was replaced by another one
 +-- RemoteError              the peer's handler raised; carries the remote traceback
-+-- StaleEpochError          a newer trainer epoch owns the peer: whoever sees this must stop acting
++-- StaleEpochError          a newer trainer epoch owns the peer: a master that sees this must stop acting
 +-- StreamClosedError        our own end was closed while something waited on it
 """
 

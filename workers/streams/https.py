@@ -1,7 +1,7 @@
 """HTTP between processes of a trial: over TLS with the trial's certificate, or not at all.
 
 serve(application) ──listens──► port          open_session(): https only, and only to who has the trial's key
-        └── require_key: whoever asks has to know a key, too, and soon (`GuardedListener`)
+        └── require_key: a client has to know a key, too, and soon (`GuardedListener`)
 """
 
 import hmac

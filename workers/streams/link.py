@@ -4,7 +4,7 @@
         ^                      |
         +----unreachable-------+---refused, and never let in---> FAILED (WrongTrialKeyError for everyone who waits)
 
-Every connection is a new socket, so that nothing is re-sent behind our back: whoever uses the link decides in `on_up`
+Every connection is a new socket, so that nothing is re-sent behind our back: the user of the link decides in `on_up`
 what to say again. A server that is quiet may have been replaced while its process still hangs on to the port: then the
 address provider is asked again, and a new address wins.
 """
@@ -183,7 +183,7 @@ class DealerLink(Generic[BodyT]):
             attempt = 0 if end in (_End.LOST, _End.MOVED) else attempt + 1
             now_s = self._loop.time()
             refused_since_s = min(refused_since_s, now_s) if end is _End.REFUSED else math.inf
-            # Once let in, our key is right: whoever refuses it has the port of a server that is away, however long.
+            # Once let in, our key is right: who refuses it has the port of a server that is away, however long.
             if not self._was_up and now_s - refused_since_s >= _REFUSAL_GRACE_S:
                 refused = f"{self._server} at {self._endpoint} refused the {self._security.role} key of trial"
                 self._fail(
@@ -253,7 +253,7 @@ class DealerLink(Generic[BodyT]):
 
     def _handle_task_done(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            # Only the user's address provider can get here; whoever waits must hear of it.
+            # Only the user's address provider can get here; the caller that waits must hear of it.
             failure = StreamError(f"the link to {self._server} broke: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self._fail(failure)

@@ -44,7 +44,7 @@ _LOG_INTERVAL_S = 10.0
 class Refusals:
     """What a socket turned away, counted always and logged now and then.
 
-    Whoever holds a key, or only reaches a port, decides how much is turned away; a line for each would fill the disk.
+    Who holds a key, or only reaches a port, decides how much is turned away; a line for each would fill the disk.
     """
 
     def __init__(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Requests and replies over ZeroMQ, on asyncio loops: one client class and one handler class, whoever binds.
+"""Requests and replies over ZeroMQ, on asyncio loops: one client class and one handler class, whichever side binds.
 
     RequestClient.post({peer: request}) ──request id──► RequestHandler.receive ──► handle(sender, message)
     PendingReplies.results()            ◄────────────── the reply, at once or deferred ◄──┘
@@ -132,7 +132,7 @@ class PendingReplies(Generic[ReplyT]):
             self._replies[peer] = end
         elif not self._done.done():
             self._done.set_exception(end)
-            self._done.exception()  # whoever awaits the replies gets it; nobody has to
+            self._done.exception()  # a caller that awaits the replies gets it; nobody has to
         if not self.missing:
             self.complete()
 
