@@ -6,7 +6,7 @@
 
 While it lives the supervisor touches control/supervisor-alive; the extra jobs end by themselves when it stops.
 
-The jobs beside a trial's own, as a state machine: the queue and the clock go in, its hands do what follows.
+ExtraJobBook is the state machine of these jobs: the queue and the clock go in, its hands do what follows.
 
 One extra job, which is a group of layout `jobs` or an elastic worker:
 
@@ -20,7 +20,7 @@ cluster does not answer changes nothing: the last known state stands. A job of t
 that cannot start while the trial holds its others, ends the trial after the gang's timeout. A supervisor that was
 started again adopts the jobs that its predecessor asked for; those of an earlier attempt are cancelled.
 
-The gang guard of layout `jobs`: a trial never holds half of its nodes for long while it waits for the other half.
+GangGuard is for layout `jobs`: a trial never holds half of its nodes for long while it waits for the other half.
 
     EMPTY --first job runs--> FORMING --all run--> ASSEMBLED --one was lost--> FORMING
       ^                          |

@@ -3,7 +3,7 @@
 look_here         Python, Redis, SGLang, verifiers, sandboxes, profiles, GPUs, the file root
 look_at_cluster   three questions to the controller, then the probe on its nodes
 
-rl-doctor's judgement: facts of a machine and its cluster -> findings, each with what to do.
+The judges make findings of these facts, each with what to do:
 
 this machine      python, Redis, profile files, the file root
 the cluster       scontrol show config, sinfo, partitions          all pure functions: facts in, findings out
@@ -11,7 +11,7 @@ its nodes         what the probe job answered : judge_probe
 
 A finding is ok, warn (works, but something costs more or is less safe than it could be) or fail (trials will not run).
 
-rl-doctor's probe: a job of one small task on one or two nodes reads a canary file, and answers.
+The probe is a job of one small task on one or two nodes, which reads a canary file and answers:
 
     login node   {fileroot}/.rl-doctor-XXXX/canary --sbatch--> job --srun--> node.py on each node
                  <--exit code, where it got no further--         `--> answer-N.json, port-0.json --> findings

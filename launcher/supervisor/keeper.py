@@ -11,7 +11,7 @@ keeper --attempt--> supervisor --starts--> workers, Redis
 The supervisor ends with the keeper, and what it has started with it: nothing of a trial runs unsupervised. Files of the
 trial that fail for a moment are waited for, with nothing running.
 
-How an attempt begins: a start of a job finds its attempt, or makes one, or learns that the trial is over.
+An attempt begins here: a start of a job finds its attempt, or makes one, or learns that the trial is over.
 
 keeper --open_attempt--> begin_attempt --record--> secrets, log folder --> supervisor
                              +--refused--> control/end-N.json; the job ends at once

@@ -10,11 +10,11 @@ It needs no torch, so it starts on the host in a fraction of a second. It holds 
 that matters: what happened is in the journal, who may commit is in the trial log. The keeper starts a new
 one if it is killed; whatever ends it ends what it has started.
 
-What others write for a running attempt, looked at once a second, and at once when somebody has to know.
+TrialWatch reads what others write for a running attempt once a second, and at once when a decision needs it:
 
 trial log, control/ --in the file thread--> Seen --look, which waits for it up to a deadline--> the supervisor's loop
 
-A supervisor, put together: what of plan.json, layout.json and the job's environment is whose.
+make_supervisor gives each part what it needs of plan.json, layout.json and the job's environment:
 
 plan.json, secrets/, attempt-N.json, and on a cluster layout.json and the job's environment
       --make_supervisor--> runner, Redis, extra jobs, successor, node loss --> Supervisor

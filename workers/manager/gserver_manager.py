@@ -78,7 +78,7 @@ class Waiting(NamedTuple):
     answer: asyncio.Future[Route]
     request: Schedule
     until: float
-    """When it is told in any case, on the caller's clock."""
+    """When the worker gets an answer at the latest, on the caller's clock."""
 
 
 class WaitingLine:
@@ -281,7 +281,7 @@ class GserverManager(Worker):
                 async with asyncio.timeout(LONGEST_TURN_S):
                     return await turn
         except TimeoutError:
-            pass  # a prompt that it is dealt just now it then gets the next time that it asks
+            pass  # if a prompt was dealt at this very moment, the worker's next Allocate returns it
         finally:
             if self._turns.get(worker) is turn:
                 del self._turns[worker]

@@ -1,7 +1,7 @@
 """Requests and replies over ZeroMQ, on asyncio loops: one client class and one handler class, whichever side binds.
 
-    RequestClient.post({peer: request}) ──request id──► RequestHandler.receive ──► handle(sender, message)
-    PendingReplies.results()            ◄────────────── the reply, at once or deferred ◄──┘
+    RequestClient.ask({peer: request}) ──request id──► RequestHandler.receive ──► handle(sender, message)
+    PendingReplies.results()           ◄────────────── the reply, at once or deferred ◄──┘
 
     client                                     handler
     requests.client.RankClient   binds         requests.handler.WorkerRequestStream   connects, with an epoch
@@ -76,7 +76,7 @@ def error_reply(error: BaseException) -> ErrorReply:
 class PendingReplies(Generic[ReplyT]):
     """The replies to one request, which was sent to some peers. Belongs to the client's loop.
 
-    RequestClient.post() ──the frames for each peer──► missing: to be sent again when the peer has connected again
+    RequestClient.ask() ──the frames for each peer──► missing: to be sent again when the peer has connected again
     RequestClient, on a reply or a death; the deadline ──reply or error, once for each peer──► end()
                                                                                                  │
     results(): all replies, or the first error ◄── one future ───────────────────────────────────┘
