@@ -39,39 +39,11 @@ async def asks_in_branches(task: Task, session: Session) -> Outcome:
     return Outcome(await session.judge(last), metrics={"branches": 2.0}, ended="enough")
 
 
-async def says_half_surrogates(task: Task, session: Session) -> Outcome:
-    """In every text that an agent reports, and in what it has judged."""
-    last = await session.generate()
-    session.note(**{"a\ud800b": 1.0})
-    await session.judge("\ud800")
-    return Outcome(await session.judge(last), metrics={"m\udfff": 1.0}, ended="x\ud800")
-
-
-async def fails_with_half_a_surrogate(task: Task, session: Session) -> None:
-    await session.generate()
-    raise KeyError("\ud800")
-
-
 class UnshowableError(RuntimeError):
     """Its text is a mistake, too."""
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-async def says_too_much(task: Task, session: Session) -> Any:
-    """In a text that no sequence has room for, in a name, and in errors."""
-    await session.generate()
-    match task["id"]:
-        case "0":
-            await session.say([{"role": "user", "content": "1+" * 1000}])
-        case "1":
-            return Outcome(1.0, metrics={"m" * 10_000: 1.0})
-        case "2":
-            raise ValueError("y" * 10_000_000)
-        case "3":
-            raise UnshowableError
-    return 1.0
 
 
 async def asks_for_ever(task: Task, session: Session) -> None:
@@ -90,7 +62,7 @@ async def asks_until_the_end(task: Task, session: Session) -> float:
 
 async def misbehaves(task: Task, session: Session, *, extra: int) -> Any:
     """Each row in another way, after an answer."""
-    await session.generate()
+    last = await session.generate()
     match task["id"]:
         case "1":
             return task["no such field"]
@@ -112,7 +84,33 @@ async def misbehaves(task: Task, session: Session, *, extra: int) -> Any:
         case "9":
             os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(600.0)  # it takes a moment
+        case "11":
+            return await _reports_much(session)
+        case "12":
+            await session.say([{"role": "user", "content": "1+" * 1000}])  # no sequence has room for it
+        case "13":
+            return Outcome(1.0, metrics={"m" * 10_000: 1.0})
+        case "14":
+            raise ValueError("y" * 10_000_000)
+        case "15":
+            raise UnshowableError
+        case "16":
+            raise KeyError("\ud800")
+        case "17":
+            session.note(**{"a\ud800b": 1.0})
+            await session.judge("\ud800")
+            return Outcome(await session.judge(last), metrics={"m\udfff": 1.0}, ended="x\ud800")
     return float(extra)
+
+
+async def _reports_much(session: Session) -> float:
+    """As if messages of this process may have 10,000 bytes."""
+    host: Any = sys.modules["corral.workers.user_code.host"]
+    largest, host.LARGEST_LINE = host.LARGEST_LINE, 10_000
+    try:
+        return await session.judge("7" * 10_000)
+    finally:
+        host.LARGEST_LINE = largest
 
 
 async def kills_once(task: Task, session: Session) -> float:
@@ -143,8 +141,10 @@ async def waits_for_some(task: Task, session: Session) -> float:
     return await session.judge()
 
 
-async def blocks_for_one(task: Task, session: Session) -> float:
-    """Keeps the event loop to itself, in a task of its own, and once more when interrupted."""
+async def blocks_for_some(task: Task, session: Session) -> float:
+    """Row 1 keeps the event loop to itself, in a task of its own, and once more when interrupted; row 2 takes the
+    signal away that would interrupt it.
+    """
 
     async def block() -> None:
         try:
@@ -155,13 +155,7 @@ async def blocks_for_one(task: Task, session: Session) -> float:
     await session.generate()
     if task["id"] == "1":
         await asyncio.gather(block())
-    return 1.0
-
-
-async def cannot_be_interrupted(task: Task, session: Session) -> float:
-    """Takes the signal away that would interrupt it, and does not come back."""
-    await session.generate()
-    if task["id"] == "1":
+    if task["id"] == "2":
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
         time.sleep(600.0)
     return 1.0
@@ -171,14 +165,14 @@ async def always_raises(task: Task, session: Session) -> Any:
     return task["no such field"]
 
 
-async def fails_for_some(task: Task, session: Session, *, number: int) -> float:
-    """So many episodes of a row that says so; the others go on when they have."""
+async def fails_for_some(task: Task, session: Session) -> float:
+    """So many episodes of a row as it says; the others go on when they have."""
     folder = Path(os.environ[FOLDER])
     await session.generate()
-    if task.fields.get("fails") and task.episode < number:
-        (folder / str(task.episode)).touch()
+    if task.episode < task["fails"]:
+        (folder / f"{task['id']}-{task.episode}").touch()
         return float(task["no such field"])
-    while task.fields.get("fails") and len(list(folder.iterdir())) < number:
+    while len(list(folder.glob(f"{task['id']}-*"))) < task["fails"]:
         await asyncio.sleep(0.01)
     return 1.0
 
@@ -210,6 +204,9 @@ async def waits_between(task: Task, session: Session) -> float:
 
 @needs_sandbox
 async def makes_a_sandbox(task: Task, session: Session) -> float:
+    """And says which process it is in."""
+    place = os.readlink("/proc/self/ns/pid")  # where secrets are hidden each has its own, and the same number in it
+    (Path(os.environ[FOLDER]) / f"{place}-{os.getpid()}").touch()
     await session.generate()
     async with await Bubblewrap.create() as sandbox:
         run = await sandbox.exec(["echo", "made"], timeout_s=60.0)
@@ -236,15 +233,16 @@ async def looks_around(task: Task, session: Session) -> float:
             opened[name] = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
+    folder = Path(os.environ[FOLDER])
+    for name in ("environ", "cmdline"):
+        (folder / name).write_bytes(Path(f"/proc/self/{name}").read_bytes())
+    (folder / "memory").write_bytes(_memory())
     seen = {
         "opened": opened,
-        "environment": Path("/proc/self/environ").read_bytes().decode(errors="replace"),
-        "arguments": Path("/proc/self/cmdline").read_bytes().decode(errors="replace"),
-        "memory": _memory().decode("latin-1"),
         "processes": [name for name in os.listdir("/proc") if name.isdigit()],
         "secrets": [str(path) for folder in task["look in"] for path in Path(folder).iterdir()],
     }
-    (Path(os.environ[FOLDER]) / "seen").write_text(json.dumps(seen))
+    (folder / "seen").write_text(json.dumps(seen))
     return 1.0
 
 
@@ -274,24 +272,3 @@ def waits_for_the_others(problem: Mapping[str, Any], answer: str) -> float:
 def ranks(problem: Mapping[str, Any], episodes: list[Episode]) -> list[float]:
     """A judge of groups: each by its note, and by how many turns it had."""
     return [episode.notes["episode"] + 10.0 * len(episode.turns) for episode in episodes]
-
-
-async def says_where(task: Task, session: Session) -> float:
-    """Which process it is in."""
-    place = os.readlink("/proc/self/ns/pid")  # where secrets are hidden each has its own, and the same number in it
-    (Path(os.environ[FOLDER]) / f"{place}-{os.getpid()}").touch()
-    await session.generate()
-    return 1.0
-
-
-async def reports_much(task: Task, session: Session) -> float:
-    """The first row has a process whose messages may have 10,000 bytes, and sends more."""
-    await session.generate()
-    if task["id"] != "0":
-        return 1.0
-    host: Any = sys.modules["corral.workers.user_code.host"]
-    largest, host.LARGEST_LINE = host.LARGEST_LINE, 10_000
-    try:
-        return await session.judge("7" * 10_000)
-    finally:
-        host.LARGEST_LINE = largest
