@@ -86,7 +86,7 @@ class SumEnv(vf.Env[SumEnvConfig]):
                 await agents.helper.run(vf.Task(vf.TaskData(prompt="9")))
         async with agents.solver.interaction(task) as interaction:
             segment = await interaction.turn()
-            for _ in range(self.config.questions - 1):
+            for _ in range(9 if task.data.does == "goes on" else self.config.questions - 1):
                 if not segment.terminated:
                     segment = await interaction.turn("+")
 

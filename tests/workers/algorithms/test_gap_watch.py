@@ -303,7 +303,7 @@ def run(weights: Path, ages: Sequence[int], *, is_foreign: Callable[[int], bool]
     ],
 )
 def test_a_healthy_trial_never_alarms_however_old_its_answers_are(eta: int, lr: float, weights: Path) -> None:
-    steps = run(weights, [eta] * 10, is_foreign=lambda version: False, lr=lr)
+    steps = run(weights, [eta] * (eta + 5), is_foreign=lambda version: False, lr=lr)
     assert [notice.is_alarm for _, notices in steps for notice in notices] == [False]  # the first finding
     assert all(stats["gap/alarm"] == 0.0 for stats, _ in steps)
     assert all(stats["gap/coverage"] == 1.0 for stats, _ in steps)

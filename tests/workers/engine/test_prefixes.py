@@ -62,7 +62,7 @@ def test_requests_that_share_their_beginnings_are_answered_as_if_each_were_alone
         [output] = GenerationEngine(directories[0]).generate([request("alone", **asked)])
         return output
 
-    @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(st.tuples(ASKED, st.integers(0, 9)), min_size=2, max_size=9))
     def are_equal(schedule: list[tuple[dict[str, Any], int]]) -> None:
         nonlocal num_shared

@@ -72,25 +72,23 @@ def test_what_is_trained_is_what_the_environment_saw_which_is_little_else(
 
 
 def test_what_an_environment_does_wrong_costs_its_prompt_alone(tmp_path: Path) -> None:
-    """Whatever ends the host takes other episodes with it, which are played again."""
-    tasks = [{"does": does} for does in ("", "raises", "exits", "hangs", "dies", "helps", "")]
-    with rig_of(tmp_path, tasks, group_size=1, agent_timeout_s=5.0) as rig:
+    """Whatever ends the host takes other episodes with it, which are played again. An episode that comes to a limit is
+    judged as it stands."""
+    tasks = [{"does": does} for does in ("", "raises", "exits", "hangs", "dies", "helps", "", "goes on")]
+    with rig_of(tmp_path, tasks, group_size=1, agent_timeout_s=5.0, episode={"max_turns": 3}) as rig:
         rig.run_until(lambda: len(rig.received) == len(tasks), "all prompts")
     outcomes = rig.outcomes()
-    assert {outcomes[number] for number in "056"} == {"finished"}
+    assert {outcomes[number] for number in "0567"} == {"finished"}
     assert outcomes["1"].startswith("agent_error: TaskError: ") and "no such field" in outcomes["1"]
     assert outcomes["2"].startswith("agent_error: SystemExit: 3") and "adding.py" in outcomes["2"]
     assert outcomes["3"].startswith("agent_error: TimeoutError: it neither ended nor asked the model for 5 s")
     assert outcomes["4"] == "agent_error: its process ended by itself, exit code 3"
-    helped = next(place for place, header in enumerate(rig.received) if header.uid.startswith("0:5#"))
+    place_of = {header.uid.partition("#")[0]: place for place, header in enumerate(rig.received)}
+    helped, cut = place_of["0:5"], place_of["0:7"]
     # What the agent that learns nothing had the policy say is not among it.
     np.testing.assert_array_equal(rig.tensors[helped]["input_ids"], [*PROMPT, *MADE, *ids_of("+"), *MADE])
     assert rig.received[helped].scalars["episode/turns"] == 3.0
-
-
-def test_an_episode_that_comes_to_a_limit_is_judged_as_it_stands(tmp_path: Path) -> None:
-    with rig_of(tmp_path, [{}], group_size=1, episode={"max_turns": 1}) as rig:
-        rig.run_until(lambda: len(rig.received) == 1, "the prompt")
-    np.testing.assert_array_equal(rig.tensors[0]["input_ids"], [*PROMPT, *MADE])
-    np.testing.assert_array_equal(rig.tensors[0]["rewards"], [0.0])  # its last reply was none
-    assert rig.received[0].scalars["episode/ended/turns"] == 1.0
+    np.testing.assert_array_equal(rig.tensors[cut]["input_ids"], [*PROMPT, *MADE, *[*ids_of("+"), *MADE] * 2])
+    np.testing.assert_array_equal(rig.tensors[cut]["rewards"], [0.0])  # its last reply was none
+    ended = [rig.received[place].scalars["episode/ended/turns"] for place in (helped, cut)]
+    assert ended == [0.0, 1.0]

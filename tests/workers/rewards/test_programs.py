@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from corral.experiments.config.rollout import RewardConfig, reward_parts
+from corral.workers.rewards import programs
 from corral.workers.rewards.programs import all_unit_tests, program_of, unit_tests
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.sandbox.base import SandboxError, asks_for_sandbox
@@ -52,7 +53,8 @@ def test_the_share_of_tests_that_pass_or_all_of_them() -> None:
     assert unit_tests({"tests": ASSERTIONS}, "def add(a, b): return 2") == pytest.approx(1 / 3)
 
 
-def test_a_program_that_runs_out_of_time_is_not_run_on_later_tests() -> None:
+def test_a_program_that_runs_out_of_time_is_not_run_on_later_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "_CPU_S", 1)
     tests = ["assert f(0) == 0", "assert f(1) == 1", "assert f(0) == 0"]
     slow = "def f(x):\n    while x: pass\n    return x\n"
     assert unit_tests({"tests": tests}, slow) == pytest.approx(1 / 3)
@@ -82,33 +84,30 @@ def test_an_answer_without_a_block_is_all_program(answer: str) -> None:
 
 
 @pytest.fixture
-def judge(tmp_path: Path) -> Callable[[str], float]:
+def judge(tmp_path: Path) -> Callable[..., list[float]]:
     """Judges as a rollout worker does: in a process of the reward's own, found by the import path, from which
     nothing is hidden, since it makes sandboxes."""
 
-    def judge(answer: str) -> float:
-        spec = RewardConfig(
-            reward=reward_parts("corral.workers.rewards:unit_tests"),
-            reward_timeout_s=60.0,
-            reward_retries=0,
-        )
-        (tmp_path / "secrets").mkdir(exist_ok=True)
+    def judge(*answers: str) -> list[float]:
+        reward = reward_parts("corral.workers.rewards:unit_tests")
+        spec = RewardConfig(reward=reward, reward_timeout_s=60.0, reward_retries=0)
+        (tmp_path / "secrets").mkdir()
         judge = RewardJudge(spec, Characters(), stop_token_ids=set(), hidden=[tmp_path / "secrets"])
         try:
-            return asyncio.run(judge.judge({"tests": SUMS}, [list(map(ord, answer))]))[0].reward
+            judged = asyncio.run(judge.judge({"tests": SUMS}, [list(map(ord, answer)) for answer in answers]))
         finally:
             judge.close()
+        return [one.reward for one in judged]
 
     return judge
 
 
-def test_a_rollout_worker_judges_so_in_a_process_without_keys(judge: Callable[[str], float]) -> None:
-    assert judge(ADDS) == 1.0
-    assert judge("nothing") == 0.0
+def test_a_rollout_worker_judges_so_in_a_process_without_keys(judge: Callable[..., list[float]]) -> None:
+    assert judge(ADDS, "nothing") == [1.0, 0.0]
 
 
 def test_without_sandboxes_a_worker_says_so_before_it_judges_and_a_reward_fails_and_is_no_zero(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judge: Callable[[str], float]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, judge: Callable[..., list[float]]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HostError, match=f"unit_tests runs in a sandbox, and {os.uname().nodename} can make none"):

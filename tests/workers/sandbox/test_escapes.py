@@ -115,7 +115,7 @@ asyncio.run(main())
 
 def test_a_worker_that_is_killed_at_any_moment_leaves_nothing() -> None:
     word = f"9{secrets.randbelow(10**12):012}"
-    for number in range(8):  # while bwrap makes the sandbox, and when it has
+    for number in range(5):  # while bwrap makes the sandbox, and when it has
         command = [sys.executable, "-c", STARTER, word]
         with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as worker:
             assert worker.stdout is not None
