@@ -185,7 +185,7 @@ class Interrupted(StagingDeadline):
 
 
 def test_a_source_that_is_killed_in_the_middle_is_left_for_the_next(hosts: Hosts, tmp_path: Path) -> None:
-    published = hosts.publish(1, sizes=(60_000_000, 17))  # more than sockets hold
+    published = hosts.publish(1, sizes=(24_000_000, 17))  # more than sockets hold
     assert published.digest is not None
     other = hosts.add()
     hosts.stage(other, published)
@@ -213,7 +213,7 @@ def test_a_source_that_is_killed_in_the_middle_is_left_for_the_next(hosts: Hosts
         peers = PeerFiles(Peers(ADMIN_KEY, trust().client()), published.digest, [control, other.control], killing)
         manifest = type(manifest)(files=files, extra={})
         arrived = fill(published.directory, manifest, tmp_path / "into", killing, peers)
-    assert was_asked and peers.failed == {control} and arrived.bytes_received == 60_000_000
+    assert was_asked and peers.failed == {control} and arrived.bytes_received == 24_000_000
     assert arrived.bytes_read < MANIFEST_ONLY
 
 
@@ -225,7 +225,7 @@ def open_files() -> set[str]:
 def test_a_receiver_that_takes_nothing_holds_no_file_for_ever(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_SLOWEST_BYTES_PER_S", 1e9)
     monkeypatch.setattr(control, "_LONGEST_PAUSE_S", 0.1)
-    published = hosts.publish(1, sizes=(60_000_000, 17))  # more than sockets hold
+    published = hosts.publish(1, sizes=(24_000_000, 17))  # more than sockets hold
     directory, name = published.directory, "model-00000.bin"
 
     async def start() -> web.AppRunner:
@@ -246,7 +246,7 @@ def test_a_receiver_that_takes_nothing_holds_no_file_for_ever(hosts: Hosts, monk
             with suppress(ConnectionResetError):
                 while data := receiver.recv(2**20):
                     num_bytes += len(data)
-        assert num_bytes < 60_000_000
+        assert num_bytes < 24_000_000
     finally:
         hosts.run(runner.cleanup())
 

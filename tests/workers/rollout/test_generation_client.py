@@ -112,7 +112,7 @@ async def _over_a_lost_server(model: Path) -> tuple[list[PartialAnswer], list[in
         client = GenerationClient(
             session,
             route,
-            sampling=SamplingConfig(max_new_tokens=1000),
+            sampling=SamplingConfig(max_new_tokens=500),
             stop_token_ids=[],
             token_timeout_s=DEADLINE_S,
         )
@@ -140,14 +140,14 @@ def test_a_server_that_is_lost_costs_what_had_not_come_back(tmp_path: Path) -> N
     for name in ("config.json", "generation_config.json"):  # answers of full length
         (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | {"eos_token_id": None}))
     answers, wanted, num_made_again, told = asyncio.run(_over_a_lost_server(model))
-    assert [len(answer.output_ids) for answer in answers] == [1000] * 8
-    assert wanted[0] == len(PROMPT) + 8 * 400, "no answer has ended: each is taken to use two fifths of its limit"
+    assert [len(answer.output_ids) for answer in answers] == [500] * 8
+    assert wanted[0] == len(PROMPT) + 8 * 200, "no answer has ended: each is taken to use two fifths of its limit"
     num_kept = wanted[1] - wanted[0]
     assert num_kept > 8 * 32, "all but the tokens of an event had come back"
-    assert num_made_again <= 8 * 1000 - num_kept, "what had come back is not made again"
+    assert num_made_again <= 8 * 500 - num_kept, "what had come back is not made again"
     assert len(told) == 1 and not told[0].is_busy, "told once, though eight streams have ended"
     in_one_go = sample_in_turns(
-        model, PROMPT, seeds=range(8), engine_seeds=[9], turn_tokens=1000, max_new_tokens=1000, stop_token_ids=[]
+        model, PROMPT, seeds=range(8), engine_seeds=[9], turn_tokens=500, max_new_tokens=500, stop_token_ids=[]
     )
     assert [answer.output_ids for answer in answers] == [answer.output_ids for answer in asyncio.run(in_one_go)]
 

@@ -303,7 +303,9 @@ class Process:
         self.process.communicate(timeout=LONG_S)
 
 
-def test_nothing_of_a_worker_that_was_killed_while_it_staged_is_trusted(root: Path, versions: Versions) -> None:
+def test_nothing_of_a_killed_worker_is_trusted_and_a_next_trial_clears_away_what_is_left(
+    root: Path, versions: Versions
+) -> None:
     versions.digests[1] = make_version(versions.path(1), seed=1)
     killed = Process(root, versions.path(1), versions.digests[1], "hang")
     waiting = Process(root, versions.path(1), versions.digests[1], "go on")
@@ -313,20 +315,9 @@ def test_nothing_of_a_worker_that_was_killed_while_it_staged_is_trusted(root: Pa
     killed.end(kill=True)
     num_bytes, path = waiting.hear().split(" ", 1)
     assert int(num_bytes) > 0 and content_of(Path(path)) == content_of(versions.path(1))
-    assert held_in(root) == {versions.digests[1]}
-    waiting.tell()
-    waiting.end()
-    assert list(root.iterdir()) == []
-
-
-def test_what_a_dead_trial_left_goes_when_the_next_one_starts(root: Path, versions: Versions) -> None:
-    versions.digests[1] = make_version(versions.path(1), seed=1)
-    process = Process(root, versions.path(1), versions.digests[1], "go on")
-    process.tell()
-    process.hear()
     with closing(worker(root, trial=ANOTHER_TRIAL)):
         assert held_in(root) == {versions.digests[1]}  # of a trial that lives
-    process.end(kill=True)
+    waiting.end(kill=True)
     assert held_in(root) == {versions.digests[1]}
     with closing(worker(root, trial=ANOTHER_TRIAL)):
         assert [path.name for path in root.iterdir()] == [f"corral-weights-{ANOTHER_TRIAL}"]
