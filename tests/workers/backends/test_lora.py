@@ -231,13 +231,12 @@ def first_adapter(model_directory: Path, lora: LoraConfig, directory: Path) -> d
     return read_adapter(directory)
 
 
-@pytest.mark.parametrize("lora", [LORA, SOME], ids=["all", "some"])
-def test_four_steps_move_adapters_as_a_plain_loop_over_merged_weights(
-    model_directory: Path, lora: LoraConfig, tmp_path: Path
+def test_four_steps_move_some_adapters_as_a_plain_loop_over_merged_weights(
+    model_directory: Path, tmp_path: Path
 ) -> None:
-    expected, losses, norms = plain_loop(model_directory, first_adapter(model_directory, lora, tmp_path / "0"), lora)
+    expected, losses, norms = plain_loop(model_directory, first_adapter(model_directory, SOME, tmp_path / "0"), SOME)
     assert min(norms) > CLIPPING
-    engine = make_engine(model_directory, lora)
+    engine = make_engine(model_directory, SOME)
     stats = [train(engine, step) for step in range(NUM_STEPS)]
     np.testing.assert_allclose([line["loss"] for line in stats], losses, atol=1e-5)
     np.testing.assert_allclose([line["train/grad_norm"] for line in stats], norms, rtol=1e-4)
@@ -365,14 +364,6 @@ def test_other_weights_are_not_taken_over(model_directory: Path) -> None:
     engine = make_engine(model_directory, LORA)
     with pytest.raises(ValueError, match="its own weights stay as they are"):
         engine.import_weights(engine.export_weights())
-
-
-def test_a_reference_follows_what_model_and_adapters_amount_to(model_directory: Path, tmp_path: Path) -> None:
-    engine = make_engine(model_directory, LORA)
-    train(engine, 0)
-    reference = make_engine(model_directory, None)
-    reference.import_weights(engine.export_weights())
-    np.testing.assert_allclose(reference.forward(batch(1))["logprobs"], engine.forward(batch(1))["logprobs"], atol=1e-5)
 
 
 def test_dropout_is_seen_by_the_adapter_alone_and_in_training_alone() -> None:

@@ -52,7 +52,6 @@ CHANGED: dict[str, dict[str, Any]] = {
     "llama4_text": {"intermediate_size_mlp": 48, "num_local_experts": 2},
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 4, "num_local_experts": 2},
 }
-EACH_TYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
 def save(kind: str, directory: Path, **overrides: Any) -> Path:
@@ -72,14 +71,13 @@ def load(directory: Path, context: ParallelContext | None = None, **settings: An
     return FSDPEngine(directory, context=context or ParallelContext(), optimizer=optimizer_config(), **settings)
 
 
-@EACH_TYPE
-@pytest.mark.parametrize("kind", SOUND)
+# What is rounded differs more: in float32, one of each stands for all.
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.bfloat16) for kind in SOUND), ("qwen3_moe", torch.float32)])
 def test_a_kind_that_keeps_sequences_apart_is_taken(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     load(save(kind, tmp_path, **SOUND[kind]), compute_dtype=dtype)
 
 
-@EACH_TYPE
-@pytest.mark.parametrize("kind", CHANGED)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, torch.bfloat16) for kind in CHANGED), ("doge", torch.float32)])
 def test_a_kind_that_packed_rows_change_is_refused(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     directory = save(kind, tmp_path, **CHANGED[kind])
     with pytest.raises(ValueError, match=rf"of the kind '{kind}' computes other numbers .* are 0\.\d+ of their size"):

@@ -325,26 +325,21 @@ def kill(process: "subprocess.Popen[str]") -> None:
     process.wait(10)
 
 
-def test_nothing_is_lost_or_doubled_when_a_sender_is_killed(processes: Processes) -> None:
-    """Its successor offers the whole spool again; within the session everything arrives once."""
-    processes.receiver(0, "1-a")
-    first = processes.sender("w", 300)
+def test_nothing_is_lost_or_doubled_when_a_sender_and_then_the_receiver_are_killed(processes: Processes) -> None:
+    """A sender's successor offers the whole spool again; within the session everything arrives once. A receiver's gets
+    everything."""
+    receiver = processes.receiver(0, "1-a")
+    sender = processes.sender("w", 300)
     wait_until(lambda: len(processes.drained()) > 20, waiting_for="some records")
-    kill(first)
+    kill(sender)
     processes.sender("w", 300)
     wait_until(lambda: len(processes.drained()) >= 300, waiting_for="the rest")
     assert sorted(processes.uids("1-a")) == sorted(f"0:w-{index}#{index}" for index in range(300))
-    assert all(is_right for _, _, is_right in processes.drained())
-
-
-def test_a_receiver_that_is_killed_is_replaced_by_one_that_gets_everything(processes: Processes) -> None:
     processes.sender("v", 150)
-    processes.sender("w", 150)
-    expected = sorted(f"0:{name}-{index}#{index}" for name in "vw" for index in range(150))
-    first = processes.receiver(0, "1-a")
-    wait_until(lambda: len(processes.uids("1-a")) > 20, waiting_for="some records")
-    kill(first)
+    wait_until(lambda: len(processes.drained()) > 320, waiting_for="some records of another")
+    kill(receiver)
     processes.receiver(0, "2-b")
-    wait_until(lambda: len(processes.uids("2-b")) >= 300, waiting_for="everything, again")
-    assert sorted(processes.uids("2-b")) == expected
+    wait_until(lambda: len(processes.uids("2-b")) >= 450, waiting_for="everything, again")
+    expected = [f"0:{name}-{index}#{index}" for name, number in (("v", 150), ("w", 300)) for index in range(number)]
+    assert sorted(processes.uids("2-b")) == sorted(expected)
     assert all(is_right for _, _, is_right in processes.drained())

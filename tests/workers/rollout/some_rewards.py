@@ -89,22 +89,17 @@ def says_more(problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str,
     return 1.0, {"more": problem["value"], "huge": 10**400}
 
 
-class SaysHalfSurrogates(FrozenConfig):
-    how: str
-
-    def __call__(self, problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, Any]]:
-        if self.how == "raise":
-            raise ValueError("bad \ud800")
-        return 1.0, {"said": "bad \ud800"} if self.how == "said" else {"n\ud800": 1.0}
-
-
-class SaysMuch(FrozenConfig):
-    how: str
-
-    def __call__(self, problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, Any]]:
-        if self.how == "raise":
+def says_too_much(problem: Mapping[str, Any], answer: str) -> tuple[float, dict[str, Any]]:
+    match problem["how"]:
+        case "raise":
             raise ValueError("y" * 10_000_000)
-        return 1.0, {"n" * 10_000: 1.0} if self.how == "name" else {f"n{number}": 1.0 for number in range(1025)}
+        case "name":
+            return 1.0, {"n" * 10_000: 1.0}
+        case "many":
+            return 1.0, {f"n{number}": 1.0 for number in range(1025)}
+        case "raise half a surrogate":
+            raise ValueError("bad \ud800")
+    return 1.0, {"said": "bad \ud800", "n\ud800": 1.0}
 
 
 class Scales(FrozenConfig):

@@ -92,18 +92,18 @@ def test_a_reward_that_is_no_finite_float32_is_a_failure(judges: Any) -> None:
     assert all(", and a reward is a finite float32 number" in str(failure) for failure in failures)
 
 
-@pytest.mark.parametrize("reward", ["prints", "awaits_and_prints"])
-def test_a_reward_that_prints_into_a_full_log_judges_as_ever(reward: str) -> None:
+def test_a_reward_that_prints_into_a_full_log_judges_as_ever() -> None:
     program = f"""
 import asyncio
 from corral.experiments.config.rollout import RewardConfig, reward_parts
 from corral.workers.rollout.judging import RewardJudge
 from tests.workers.data.tiny_tokenizer import Characters
-spec = RewardConfig(reward=reward_parts("{HERE}:{reward}"), reward_retries=0)
-judge = RewardJudge(spec, Characters(), stop_token_ids={{0, 1}}, hidden=())
-(one,) = asyncio.run(judge.judge({{"value": 3.0}}, [{ANSWER}]))
-judge.close()
-assert one.reward == 3.0
+for name in ("prints", "awaits_and_prints"):
+    spec = RewardConfig(reward=reward_parts("{HERE}:" + name), reward_retries=0)
+    judge = RewardJudge(spec, Characters(), stop_token_ids={{0, 1}}, hidden=())
+    (one,) = asyncio.run(judge.judge({{"value": 3.0}}, [{ANSWER}]))
+    judge.close()
+    assert one.reward == 3.0
 """
     with open("/dev/full", "wb") as full:
         subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, check=True, timeout=120)
@@ -311,26 +311,17 @@ def test_a_call_that_is_cancelled_as_another_one_ends_its_process_stays_cancelle
     assert asyncio.run(cancelled())
 
 
-def test_what_a_reward_says_is_cut_and_too_many_numbers_are_refused(judges: Any) -> None:
+def test_what_a_reward_says_is_cut_half_of_a_surrogate_pair_replaced_and_too_many_numbers_refused(judges: Any) -> None:
     def judge(how: str) -> Any:
-        part = {"much": {"function": f"{HERE}:SaysMuch", "settings": {"how": how}}}
-        return asyncio.run(judges(part).judge({}, [ANSWER]))[0]
+        part = {"much": {"function": f"{HERE}:says_too_much", "words": 20}}
+        return asyncio.run(judges(part).judge({"how": how}, [ANSWER]))[0]
 
     assert judge("name").statistics["reward/part/much/" + "n" * 200] == 1.0
     with pytest.raises(RewardFailedError, match=r"last: ValueError: y{2000} \(some_rewards.py:\d+\)$"):
         judge("raise")
     with pytest.raises(RewardFailedError, match="at most 1024 numbers beside it, got 1025"):
         judge("many")
-
-
-@pytest.mark.parametrize("how", ["raise", "said", "name"])
-def test_half_of_a_surrogate_pair_in_what_a_reward_says_is_replaced(judges: Any, how: str) -> None:
-    part = {"half": {"function": f"{HERE}:SaysHalfSurrogates", "settings": {"how": how}, "words": 20}}
-    judge = judges(part)
-    if how == "raise":
-        with pytest.raises(RewardFailedError, match=r"last: ValueError: bad \? \(some_rewards.py:"):
-            asyncio.run(judge.judge({}, [ANSWER]))
-        return
-    ((judged,),) = [asyncio.run(judge.judge({}, [ANSWER]))]
-    told = {"said": (judged.said, "half: bad ?"), "name": (judged.statistics.get("reward/part/half/n?"), 1.0)}
-    assert told[how][0] == told[how][1]
+    with pytest.raises(RewardFailedError, match=r"last: ValueError: bad \? \(some_rewards.py:"):
+        judge("raise half a surrogate")
+    half = judge("say half a surrogate")
+    assert half.said == "much: bad ?" and half.statistics["reward/part/much/n?"] == 1.0
