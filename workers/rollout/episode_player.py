@@ -30,11 +30,10 @@ from corral.workers.agents.contract import Episode
 from corral.workers.environments.confinement import Confinement
 from corral.workers.episodes.trajectories import JudgedEpisode
 from corral.workers.episodes.turn_request import RequestRefusedError
-from corral.workers.lifecycle.worker import UserCodeError
 from corral.workers.model_endpoint.endpoint import ModelEndpoint
 from corral.workers.rollout.episode_session import EpisodeSession
 from corral.workers.rollout.generation_client import GenerationClient
-from corral.workers.rollout.judging import RewardFailedError, RewardJudge
+from corral.workers.rollout.judging import RewardFailedError, RewardJudge, verdict_on
 from corral.workers.rollout.turn_journal import EpisodeJournal, TurnJournal
 from corral.workers.user_code import agents
 from corral.workers.user_code.agents import Done
@@ -120,9 +119,7 @@ async def open_player(
     try:
         await asyncio.to_thread(children.start)
     except HostError as error:
-        if error.is_said and not has_played:
-            raise UserCodeError(str(error)) from error
-        raise
+        raise verdict_on(error, has_run=has_played) from error
     endpoint = ModelEndpoint(
         find_renderer(prompts.directory, prompts.tokenizer, arguments=prompts.template_arguments),
         prompts.tokenizer,

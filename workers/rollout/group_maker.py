@@ -55,10 +55,12 @@ from corral.workers.rollout.judging import (
     RewardFailedError,
     RewardJudge,
     judged_answers,
+    verdict_on,
 )
 from corral.workers.rollout.served_teachers import ServedTeachers, TeacherFailedError
 from corral.workers.streams.closing import all_or_first_error, cancel
 from corral.workers.user_code.checks import Judged
+from corral.workers.user_code.children import HostError
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +170,10 @@ class GroupMaker:
         Raises:
             UserCodeError, PromptsFailError, HostError: the worker has to end.
         """
-        made = await all_or_first_error(*(self._made(*prompt) for prompt in prompts))
+        try:
+            made = await all_or_first_error(*(self._made(*prompt) for prompt in prompts))
+        except HostError as error:
+            raise verdict_on(error, has_run=self.has_judged) from error
         for (uid, _, _), one in zip(prompts, made, strict=True):
             if isinstance(one, Made) or one.kind == DROPPED_AS_FILTERED:
                 self._failed_in_a_row, self.has_judged = 0, True

@@ -27,7 +27,7 @@ from corral.workers.rewards.contract import Problem
 from corral.workers.streams.closing import all_or_first_error
 from corral.workers.user_code import scoring
 from corral.workers.user_code.checks import Judged, checked_reward
-from corral.workers.user_code.children import Children, Launch, RunFailedError, RunLostError
+from corral.workers.user_code.children import Children, HostError, Launch, RunFailedError, RunLostError
 from corral.workers.user_code.host import STOPS_TRIAL, Setup
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,11 @@ _SHOWN_PROBLEM = 80  # characters of it, where a failure is told
 
 class RewardFailedError(RuntimeError):
     """A reward function failed on every try; its prompt is dropped and counted."""
+
+
+def verdict_on(error: HostError, *, has_run: bool) -> RuntimeError:
+    """The error that a worker ends with: it starts again, unless user code that has never run says what is wrong."""
+    return UserCodeError(str(error)) if error.is_said and not has_run else error
 
 
 def judged_answers(branches: Sequence[Branch], judged: Sequence[Judged]) -> list[JudgedEpisode]:

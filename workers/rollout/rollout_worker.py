@@ -72,13 +72,14 @@ from corral.workers.rollout.episode_player import open_player
 from corral.workers.rollout.generation_client import FailedTry, GenerationClient
 from corral.workers.rollout.group_maker import GroupMaker, PromptFailedError
 from corral.workers.rollout.held_out import HeldOutProblems
-from corral.workers.rollout.judging import RewardJudge
+from corral.workers.rollout.judging import RewardJudge, verdict_on
 from corral.workers.rollout.served_teachers import ServedTeachers
 from corral.workers.rollout.trial_judge import Judges, asking_judges
 from corral.workers.rollout.turn_journal import TurnJournal
 from corral.workers.streams.errors import StreamError, StreamTimeoutError
 from corral.workers.streams.https import open_session
 from corral.workers.streams.rpc import ServerClient
+from corral.workers.user_code.children import HostError
 
 logger = logging.getLogger(__name__)
 
@@ -177,8 +178,11 @@ class RolloutWorker(Worker):
             on_change=self._show,
         )
         stack.callback(judge.close)
-        judge.start()
         has_judged = self._committed.ledger.trained_count > 0
+        try:
+            await asyncio.to_thread(judge.start)
+        except HostError as error:
+            raise verdict_on(error, has_run=has_judged) from error
         self._groups = GroupMaker(
             judge,
             client,
@@ -276,19 +280,23 @@ class RolloutWorker(Worker):
         routing = self._routing[uid] = {"routing/seconds": 0.0}
         header_of = partial(TrajectoryHeader, uid=delivery_id(uid, order), dataset_epoch=dataset_epoch, order=order)
         [made] = await self._groups.make([(uid, row_id, seeds)])
+        tensors: dict[str, Any] = {}
         if isinstance(made, PromptFailedError):
             told = dict(made.statistics)
-            await self._finish(uid, header_of(num_answers=0, status="dropped", reason=made.reason, scalars=told), {})
-            return
-        branches = [branch for episode in made.episodes for branch in episode.sequences()]
-        header = header_of(
-            num_answers=len(branches),
-            status="finished",
-            seqlens={key: lengths[0] for key, lengths in made.sample.seqlens.items()},
-            version_spans=[version_spans(branch) for branch in branches],
-            scalars=dict(made.statistics) | routing,
-        )
-        await self._finish(uid, header, dict(made.sample.data))
+            header = header_of(num_answers=0, status="dropped", reason=made.reason, scalars=told)
+        else:
+            tensors = dict(made.sample.data)
+            branches = [branch for episode in made.episodes for branch in episode.sequences()]
+            header = header_of(
+                num_answers=len(branches),
+                status="finished",
+                seqlens={key: lengths[0] for key, lengths in made.sample.seqlens.items()},
+                version_spans=[version_spans(branch) for branch in branches],
+                scalars=dict(made.statistics) | routing,
+            )
+        await self._sender.put(header, tensors)
+        self.context.presence.beat()
+        await self._tell_end(uid, order, header.status)
 
     async def _answer(self, problem: HeldOutProblem) -> None:
         """One held-out problem, until the manager has heard what came out of it: till then it is said to be here."""
@@ -297,11 +305,6 @@ class RolloutWorker(Worker):
         await self._tell_manager(lambda: answered)
         del self._answering[problem.uid]
         self._show()
-
-    async def _finish(self, uid: str, header: TrajectoryHeader, tensors: dict[str, Any]) -> None:
-        await self._sender.put(header, tensors)
-        self.context.presence.beat()
-        await self._tell_end(uid, header.order, header.status)
 
     async def _tell_end(self, uid: str, order: int, outcome: Outcome) -> None:
         """Until the manager has heard it: nobody else would ever issue the prompt again."""

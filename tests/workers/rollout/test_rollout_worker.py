@@ -44,6 +44,11 @@ def test_a_reward_that_holds_everything_up_is_a_phase_of_its_own(tmp_path: Path)
         assert seen[0].waits_for == () and seen[0].works_with == ()
 
 
+def test_a_reward_that_says_that_it_cannot_be_loaded_ends_the_trial(tmp_path: Path) -> None:
+    with RolloutRig(tmp_path, ["1+1="], rollout={"reward": "no_such_module:score"}) as rig:
+        assert rig.run_to_its_end() == WorkerExit.USER_CODE
+
+
 @pytest.mark.parametrize(
     ("rollout", "train_batch_size"),
     [({"max_concurrent_rollouts": 1}, 256), ({"max_head_offpolicyness": 0}, 1)],
