@@ -559,6 +559,6 @@ def why_leaving(job: Mapping[str, str] | None) -> str:
     if job is None:
         return "SLURM does not know its job any more"
     word = state_word(job.get("JobState", ""))
-    if word == "RUNNING" and look_ahead(job, restart_count=0).is_preempted:
-        return "its job is being preempted"
-    return "" if word in ("RUNNING", "SUSPENDED") else f"its job is {word}"
+    if phase_of(word) is not JobPhase.RUNNING:
+        return f"its job is {word}"
+    return "its job is being preempted" if look_ahead(job, restart_count=0).is_preempted else ""

@@ -379,6 +379,7 @@ def test_slurm_is_asked_often_only_while_that_may_change_something() -> None:
         ({"JobState": "RUNNING", "PreemptTime": "None"}, ""),
         ({"JobState": "RUNNING"}, ""),
         ({"JobState": "RUNNING", "PreemptTime": "2030-01-01T00:00:00"}, "preempted"),
+        ({"JobState": "STOPPED"}, ""),
         ({"JobState": "COMPLETING"}, "COMPLETING"),
         ({"JobState": "PENDING"}, "PENDING"),
     ],
