@@ -1,8 +1,11 @@
-"""What people are shown in a terminal: durations in words, some of many, others' text without what it obeys. Pure."""
+"""What people are shown in a terminal: durations, some of many, text of others made harmless, folded lines. Pure."""
 
 import re
+import textwrap
 import time
 from collections.abc import Sequence
+
+_FIRST_COLUMN = re.compile(r"\s*\S+\s{2,}")
 
 
 def format_duration(seconds: float | None) -> str:
@@ -47,3 +50,17 @@ def _shown(character: str) -> str:
     if character.isspace():
         return " "
     return character.encode("unicode_escape").decode()
+
+
+def fold(text: str, width: int | None) -> str:
+    """Breaks long lines between words, and goes on below the second column, so that columns stay columns."""
+    folded = list[str]()
+    for line in text.split("\n"):
+        if width is None or len(line) <= width:
+            folded.append(line)
+            continue
+        column = _FIRST_COLUMN.match(line)
+        indent = " " * (column.end() if column and column.end() <= width // 2 else 2)
+        broken = textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        folded += broken or [line]
+    return "\n".join(folded)

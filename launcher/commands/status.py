@@ -95,7 +95,7 @@ def status(
 def _with_times(look: Callable[[], str], facts: "TrialFacts", *, most: int | None) -> str:
     """The page, and below it where the time of the last steps went: `most` sentences, the largest share first."""
     from corral.launcher.files.file_thread import PatientFiles
-    from corral.launcher.status.text import fold
+    from corral.launcher.terminal import fold
     from corral.launcher.timeline.sentence import said_of_latest
 
     try:

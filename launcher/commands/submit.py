@@ -215,9 +215,9 @@ def _prepared_resume(
 
 def _print_plan(submission: "Submission", out: TextIO) -> None:
     from corral.experiments.errors import display_path
-    from corral.launcher.status.text import fold
     from corral.launcher.submit.memory_plan import gpu_uses, render_memory
     from corral.launcher.submit.plan_text import THIS_MACHINE, render_layout, render_plan
+    from corral.launcher.terminal import fold
 
     here = THIS_MACHINE if submission.plan.mode == "local" else ("nodes      not planned",)
     nodes = render_layout(submission.layout) if submission.layout else here

@@ -1,6 +1,5 @@
 """Status as text: a table of trials, one trial by groups, or by workers; `-o json` gives all of it as data."""
 
-import re
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from corral.experiments.trial.mode import has_jobs
 from corral.launcher.status.evidence import GroupRow, WorkerRow
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.waits import describe_wait, render_chain
-from corral.launcher.terminal import first_few, format_duration, printable
+from corral.launcher.terminal import first_few, fold, format_duration, printable
 from corral.launcher.trial.metrics import GAP, is_number
 from corral.launcher.trial.view import Finding, PastAttempt
 from corral.launcher.trial.words import FINAL_STATES, TrialState, WorkerState
@@ -46,7 +45,6 @@ _MAX_WAITS = 6
 _SHORT_WAIT_S = 1.0
 _MIN_LAST_COLUMN = 20
 _INDENT_APART = 4
-_FIRST_COLUMN = re.compile(r"\s*\S+\s{2,}")
 
 
 def render_trials(
@@ -176,21 +174,6 @@ def render_table(
         lines.append("  ".join([*padded[:-1], *beside]).rstrip())
         lines += [" " * indent + part for part in below]
     return "\n".join(lines)
-
-
-def fold(text: str, width: int | None) -> str:
-    """Breaks long lines between words, and goes on below the second column, so that columns stay columns."""
-    return "\n".join(part for line in text.split("\n") for part in _fold_line(line, width))
-
-
-def _fold_line(line: str, width: int | None) -> list[str]:
-    if width is None or len(line) <= width:
-        return [line]
-    column = _FIRST_COLUMN.match(line)
-    indent = column.end() if column and column.end() <= width // 2 else 2
-    return textwrap.wrap(
-        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-    ) or [line]
 
 
 def _headline(status: TrialStatus, *, colour: bool, width: int | None) -> list[str]:

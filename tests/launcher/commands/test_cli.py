@@ -24,9 +24,9 @@ from corral.launcher.commands.submit import main as submit_main
 from corral.launcher.layout.planner import plan_layout
 from corral.launcher.slurm.client import SlurmClient, SlurmError
 from corral.launcher.slurm.cluster import SlurmCluster
-from corral.launcher.status.text import fold
 from corral.launcher.submit import prepare, start
 from corral.launcher.submit.users_code import KeptCode
+from corral.launcher.terminal import fold
 from corral.launcher.trial.processes import process_start_ticks, trial_processes
 from corral.launcher.trial.view import read_facts
 from tests.experiments.broken_yaml import BROKEN_CASES, VALID_PPO, BrokenCase, write_inputs

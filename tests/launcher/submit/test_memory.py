@@ -9,11 +9,11 @@ import pytest
 from corral.experiments.errors import ConfigError, UnsatisfiableError
 from corral.experiments.plan import RunPlan, TrialIdentity, make_run_plan
 from corral.experiments.registry import load_experiment, load_with_source
-from corral.launcher.status.text import fold
 from corral.launcher.submit import preflight
 from corral.launcher.submit.check_memory import check_memory
 from corral.launcher.submit.memory_plan import gpu_uses, render_memory
 from corral.launcher.submit.preflight import ClusterShape, Preflight
+from corral.launcher.terminal import fold
 from corral.scheduling.parallel import ParallelDims
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
