@@ -110,7 +110,7 @@ class StalenessGate:
             return self._running[uid]
         if uid in self._finished:
             raise ValueError(f"sample {uid!r} has finished already; it can start again only after it was dropped")
-        if self.capacity == 0:
+        if self.limit() is not None:
             return None
         order = self._next_order
         self._next_order += 1

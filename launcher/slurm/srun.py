@@ -28,7 +28,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from corral.experiments.trial.tether import die_with_parent
 from corral.launcher.layout.layout import PlacedTrial, RunningAllocation, RunningAllocations, Step
@@ -45,10 +45,6 @@ from corral.launcher.slurm.verdict import JobPhase, phase_of
 from corral.launcher.trial.ends import ExitKind
 from corral.launcher.trial.processes import TRIAL_UUID_VARIABLE
 from corral.scheduling.worker_information import parse_worker_id
-
-if TYPE_CHECKING:
-    from corral.launcher.runners.runner import ContainedCommand
-
 
 # Cuts a worker's devices out of the list that its step has: the step's GPUs need not start at 0.
 _CUT_GPUS = """\
@@ -90,9 +86,7 @@ def step_name(worker: str) -> str:
     return worker.replace("/", "-")
 
 
-def srun_command(
-    worker: str, contained: "ContainedCommand", place: StepPlace, *, counts_gpus: bool = True
-) -> list[str]:
+def srun_command(worker: str, contained: ContainedCommand, place: StepPlace, *, counts_gpus: bool = True) -> list[str]:
     """The srun that carries one worker.
 
     Args:

@@ -170,12 +170,12 @@ class Continuation:
 
 ADVICE = "continue with rl-submit --resume"
 _REFUSED = "no further job could be submitted"
-_CAUSE_BY_STATE = {
+_CAUSE_OF_HAND_OVER = {
     EndState.TIMED_OUT: "the time limit is near",
     EndState.PREEMPTED: "its nodes are wanted for another job",
 }
 _LOCAL_MEANING = {
-    signal.SIGUSR2: f"SIGUSR2: {_CAUSE_BY_STATE[EndState.TIMED_OUT]}; {ADVICE}",
+    signal.SIGUSR2: f"SIGUSR2: {_CAUSE_OF_HAND_OVER[EndState.TIMED_OUT]}; {ADVICE}",
     signal.SIGTERM: "SIGTERM to the supervisor",
     signal.SIGINT: "SIGINT to the supervisor",
 }
@@ -389,8 +389,8 @@ class EndShell:
                 return None
             prospect = continuation.cluster.prospect(continuation.own)
             state = EndState.PREEMPTED if prospect.is_preempted else EndState.TIMED_OUT
-            self.machine.hand_over(state, _CAUSE_BY_STATE[state], is_requeued=prospect.is_requeued)
-            by = f"{number.name}: {_CAUSE_BY_STATE[state]}"
+            self.machine.hand_over(state, _CAUSE_OF_HAND_OVER[state], is_requeued=prospect.is_requeued)
+            by = f"{number.name}: {_CAUSE_OF_HAND_OVER[state]}"
             return self._request(by, grace_s=self.plan.supervision.stop_grace_s, state=state)
         if continuation is not None and number is signal.SIGTERM:
             if self.machine.is_job_ending:
@@ -418,14 +418,14 @@ class EndShell:
             if prospect.is_ending and not prospect.is_requeued:
                 return  # our own SIGTERM comes too, and only then it can be said why: of scancel nothing follows
             why = EndState.PREEMPTED if prospect.is_preempted else EndState.REQUEUED
-            self.machine.hand_over(why, _CAUSE_BY_STATE.get(why, request.by), is_requeued=prospect.is_requeued)
+            self.machine.hand_over(why, _CAUSE_OF_HAND_OVER.get(why, request.by), is_requeued=prospect.is_requeued)
             return
         # Set if the supervisor before us, which was killed, has asked for its job's sake.
         state = EndState(request.state) if request.state in tuple(EndState) else None
         if self.continuation is None or not request.then:
             self.machine.stop(state or EndState.STOPPED, request.by if state else "")
         else:
-            cause = _CAUSE_BY_STATE.get(state, request.by) if state else f"asked for by {request.by}"
+            cause = _CAUSE_OF_HAND_OVER.get(state, request.by) if state else f"asked for by {request.by}"
             self.machine.hand_over(state or EndState.REQUEUED, cause)
 
     def judge(self, end: EndTrial, log: LogState) -> None:

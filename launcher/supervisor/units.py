@@ -371,6 +371,7 @@ class UnitMachine:
     def _restart_or_give_up(self, unit: _Unit, now: float) -> list[Action]:
         unit.deadline = float("inf")
         self._record(unit)
+        # Where all ranks say that their peers failed, no end is its own cause, and the budget is charged all the same.
         first = next((task_exit for task_exit in unit.exits if task_exit.is_of_its_unit), unit.exits[0])
         if now - unit.started_at >= self._budgets.healthy_after_s:
             unit.charged = unit.in_a_row = 0

@@ -85,7 +85,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     caused_by: str = ""
     """What else explains the end; "" if it is the task's own failure, or no failure at all."""
     charged: bool = False
-    """Whether it is a crash that a restart budget is charged for."""
+    """Whether the task ended by itself and so that a restart budget is charged for it."""
     pid: int = 0
     """0 if the task could not be started."""
     node: str = ""

@@ -371,21 +371,18 @@ class CommittedLedger:
     def _read(self) -> _Found | None:
         """None if there is nothing new, or it cannot be read."""
         with self._reading:
-            return self._read_alone()
-
-    def _read_alone(self) -> _Found | None:
-        after, state = self._slot, self._log.read()
-        if state.head == after or (state.head == self._unreadable_slot and time.monotonic() < self._retry_at):
-            return None
-        try:
-            deltas = self._deltas_after(after, state.lineage)
-            ledger = None if deltas is not None else self._whole(state.lineage)
-        except CorruptLedgerError as error:
-            if state.head != self._unreadable_slot:
-                logger.error("what the commits up to slot %08d cover is not known yet: %s", state.head, error)
-            self._unreadable_slot, self._retry_at = state.head, time.monotonic() + _RETRY_PAUSE_S
-            return None
-        return _Found(after, state.head, deltas or (), ledger)
+            after, state = self._slot, self._log.read()
+            if state.head == after or (state.head == self._unreadable_slot and time.monotonic() < self._retry_at):
+                return None
+            try:
+                deltas = self._deltas_after(after, state.lineage)
+                ledger = None if deltas is not None else self._whole(state.lineage)
+            except CorruptLedgerError as error:
+                if state.head != self._unreadable_slot:
+                    logger.error("what the commits up to slot %08d cover is not known yet: %s", state.head, error)
+                self._unreadable_slot, self._retry_at = state.head, time.monotonic() + _RETRY_PAUSE_S
+                return None
+            return _Found(after, state.head, deltas or (), ledger)
 
     def _deltas_after(self, slot: int, lineage: Sequence[LoggedCommit]) -> list[LedgerDelta] | None:
         """What the commits after this one cover; None if there is no such one, or one is damaged."""

@@ -229,9 +229,6 @@ class TrajectorySender(AsyncClosing):
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None
 
-    def __contains__(self, uid: str) -> bool:
-        return uid in self._header_by_uid
-
     def uids(self) -> list[str]:
         return list(self._header_by_uid)
 

@@ -338,7 +338,7 @@ class Admission:
         self._awaited = set(workers)
         self._prompts.start_over()
 
-    def consumed(self, trained: Iterable[str], dropped: Iterable[str] = ()) -> None:
+    def note_commit(self, trained: Iterable[str], dropped: Iterable[str] = ()) -> None:
         """A commit covers these samples."""
         trained, dropped = list(trained), list(dropped)
         self._gate.consume(trained)

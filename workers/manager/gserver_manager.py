@@ -472,5 +472,5 @@ class GserverManager(Worker):
 
     async def _take_in_commits(self) -> None:
         news = await self._committed.look()
-        self._admission.consumed(news.trained, news.dropped)
+        self._admission.note_commit(news.trained, news.dropped)
         self._has_gone_back |= news.has_gone_back

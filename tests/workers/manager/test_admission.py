@@ -120,7 +120,7 @@ def test_a_prompt_that_one_worker_finished_and_another_gave_up_has_no_place_once
     admission.report(OTHER, incarnation="b", running={}, finished={}, dropped=["0:0"])
     admission.finish(WORKER, "0:0", order=0, outcome="finished")
     committed.add("0:0")
-    admission.consumed([], ["0:0"])
+    admission.note_commit([], ["0:0"])
     assert ask(admission, OTHER, incarnation="b", last=None).uid == "0:1"
 
 
@@ -163,7 +163,7 @@ def test_an_answer_that_was_lost_is_not_given_again_once_others_have_made_its_pr
     assert ask(admission).uid == "0:0"
     admission.report(OTHER, incarnation="b", running={}, finished={"0:0": 0})
     committed.add("0:0")
-    admission.consumed(["0:0"])
+    admission.note_commit(["0:0"])
     assert ask(admission, last=None).uid == "0:1"
     assert (admission.running, [*admission._holders[WORKER].running]) == (1, ["0:1"])
 
@@ -229,7 +229,7 @@ def test_when_commits_are_rejected_the_gate_forgets_what_it_counted_for_them() -
     admission = opened(batch_size=2)
     for uid, order in take_all(admission).items():
         admission.finish(WORKER, uid, order=order, outcome="finished")
-    admission.consumed(["0:0", "0:1"])
+    admission.note_commit(["0:0", "0:1"])
     assert ask(admission).order is None
     admission.at_version(PolicyVersion(0, 0), consumed=0, workers=[WORKER], starts_over=True)
     admission.report(WORKER, incarnation="a", running={}, finished={})

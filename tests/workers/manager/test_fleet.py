@@ -147,7 +147,7 @@ class Fleet:
         for worker in self.workers.values():
             for uid in new:
                 worker.spool.pop(uid, None)
-        self.admission.consumed(
+        self.admission.note_commit(
             [uid for uid in new if self.settled[uid]], [uid for uid in new if not self.settled[uid]]
         )
         return True
