@@ -11,16 +11,16 @@ when no clock runs, whatever the way.
     root      all send what they hold to rank 0, which sends each rank its share: packed and in native types, too; by
               gloo
     raw       the bytes of the plan between each two ranks, from buffers that are there into fresh ones, by gloo
-    gloo      the plan's parcels, by gloo, which takes one piece of memory: copied together before and cut afterwards
-    parcels   the plan, by `DataPlane`, as between hosts
+    gloo      the plan's transfers, by gloo, which takes one piece of memory: copied together before and cut afterwards
+    transfers the plan, by `DataPlane`, as between hosts
     curve     the same bytes as `raw`, by ZeroMQ with CURVE, as the other messages of a trial go: as received, uncopied
     shared    the plan, by `DataPlane`, as between ranks of one host: each round maps anew what it takes, as a rank does
               with samples that it has not seen before
 
 The limit of `shared`: of 63 MB that lie in fresh memfds, mapping them and reading a byte of every page took four
 processes 2 to 3 CPU ms in all with nothing else of this in between (two cores, pages of 4 KB, no huge pages for shared
-memory), and `shared` 10 to 13. The rest is Python's, for each of 800 arrays. So it was 3 times as fast as `parcels`, in
-CPU seconds, with 192 samples, and 5 to 6 times with 1,536 (485 MB).
+memory), and `shared` 10 to 13. The rest is Python's, for each of 800 arrays. So it was 3 times as fast as `transfers`,
+in CPU seconds, with 192 samples, and 5 to 6 times with 1,536 (485 MB).
 
 At the end, the CPU seconds of planning 8,192 samples x 8 answers x 6 keys over 1,024 ranks, where all moves, and where
 samples stay as far as the balance allows.
@@ -50,10 +50,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from corral.scheduling.keys import BUILT_IN_KEYS
 from corral.scheduling.packing import TYPICAL_SHAPE, forward_flops
-from corral.scheduling.redistribution import Demand, Locations, Parcel, partition_near_owners, plan_redistribution
+from corral.scheduling.redistribution import Demand, Locations, Transfer, partition_near_owners, plan_redistribution
 from corral.workers.backends.parallel_context import connect_store, host_store
 from corral.workers.data.sequence_sample import SequenceSample
-from corral.workers.model.data_plane import DataPlane, IncomingParcel, keys_in_order
+from corral.workers.model.data_plane import DataPlane, IncomingTransfer, keys_in_order
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.host_memory import Bytes
 
@@ -61,10 +61,10 @@ KEYS = ("input_ids", "prompt_mask", "old_logprobs", "versions", "rewards", "seq_
 NUM_ANSWERS = 8
 MEAN_LOG_LENGTH, SPREAD = 8.0, 0.8  # of the natural logarithm: a median of 3,000 tokens
 MOST_TOKENS = 16384
-WAYS = ("root", "raw", "gloo", "parcels", "curve", "shared")
+WAYS = ("root", "raw", "gloo", "transfers", "curve", "shared")
 GOALS = (
-    ("parcels", "root", "3.0"), ("parcels", "raw", "0.8"), ("parcels", "curve", "-"),
-    ("shared", "gloo", "4.0"), ("shared", "parcels", "-"),
+    ("transfers", "root", "3.0"), ("transfers", "raw", "0.8"), ("transfers", "curve", "-"),
+    ("shared", "gloo", "4.0"), ("shared", "transfers", "-"),
 )  # fmt: skip
 DEADLINE_S = 300.0
 
@@ -104,7 +104,7 @@ class Batch:
             uids[taker].append(uid)
         return [Demand(ranks=(rank,), uids=share, keys=KEYS) for rank, share in sorted(uids.items())]
 
-    def plan(self, *, first_tag: int = 0) -> list[Parcel]:
+    def plan(self, *, first_tag: int = 0) -> list[Transfer]:
         return plan_redistribution(
             self.located(), self.wanted(), size_bytes=lambda uid, keys: sum(self.num_tokens[uid]), first_tag=first_tag
         )
@@ -146,7 +146,7 @@ class Rank:
         self.gloo = Gloo(PrefixStore("gloo", rendezvous), rank=rank, num_ranks=self.num_ranks, timeout_s=DEADLINE_S)
         self.came: list[object] = []
         self.stores, self.planes = {}, {}
-        for way, host in (("parcels", f"host {rank}"), ("shared", "one host")):
+        for way, host in (("transfers", f"host {rank}"), ("shared", "one host")):
             self.stores[way] = DataStore()
             plane = DataPlane(
                 self.stores[way],
@@ -165,11 +165,11 @@ class Rank:
         self.raw: dict[tuple[int, int], Bytes] = self._raw_buffers()
         self.router, self.dealers = self._curve_sockets(PrefixStore("curve", rendezvous), stack)
 
-    def run(self, way: str, plan: Sequence[Parcel]) -> tuple[float, float]:
+    def run(self, way: str, plan: Sequence[Transfer]) -> tuple[float, float]:
         """Wall and CPU seconds that this rank takes; what has come is dropped again."""
-        ways: dict[str, Callable[[Sequence[Parcel]], None]] = {
+        ways: dict[str, Callable[[Sequence[Transfer]], None]] = {
             "root": self._by_root, "raw": self._raw, "gloo": self._by_gloo, "curve": self._by_curve,
-            "parcels": self._by_plane("parcels"), "shared": self._by_plane("shared"),
+            "transfers": self._by_plane("transfers"), "shared": self._by_plane("shared"),
         }  # fmt: skip
         self.barrier.wait(DEADLINE_S)
         wall, cpu = time.perf_counter(), time.process_time()
@@ -183,16 +183,16 @@ class Rank:
             store.drop([uid for uid, owner in self.batch.owner.items() if owner != self.rank])
         return wall, cpu
 
-    def _by_plane(self, way: str) -> Callable[[Sequence[Parcel]], None]:
-        def move(plan: Sequence[Parcel]) -> None:
-            self.planes[way].give([parcel for parcel in plan if parcel.source == self.rank])
-            taken = [parcel for parcel in plan if self.rank in parcel.destinations]
+    def _by_plane(self, way: str) -> Callable[[Sequence[Transfer]], None]:
+        def move(plan: Sequence[Transfer]) -> None:
+            self.planes[way].give([transfer for transfer in plan if transfer.source == self.rank])
+            taken = [transfer for transfer in plan if self.rank in transfer.destinations]
             self.planes[way].take(taken, self.batch.num_tokens)
-            _look_at(self.stores[way], [uid for parcel in taken for uid in parcel.uids])
+            _look_at(self.stores[way], [uid for transfer in taken for uid in transfer.uids])
 
         return move
 
-    def _raw(self, plan: Sequence[Parcel]) -> None:
+    def _raw(self, plan: Sequence[Transfer]) -> None:
         tag, pending = plan[0].tag, []
         for (source, taker), buffer in self.raw.items():
             if taker == self.rank:
@@ -204,7 +204,7 @@ class Rank:
             np.ascontiguousarray(received[::4096])
         self.came += pending
 
-    def _by_curve(self, plan: Sequence[Parcel]) -> None:
+    def _by_curve(self, plan: Sequence[Transfer]) -> None:
         sources = [source for source, taker in self.raw if taker == self.rank]
         for source in sources:
             self.dealers[source].send(b"")
@@ -216,54 +216,54 @@ class Rank:
             np.ascontiguousarray(np.frombuffer(frame.buffer, np.uint8)[::4096])
             self.came.append(frame)
 
-    def _by_gloo(self, plan: Sequence[Parcel]) -> None:
+    def _by_gloo(self, plan: Sequence[Transfer]) -> None:
         store = DataStore()
-        taken = [parcel for parcel in plan if self.rank in parcel.destinations]
+        taken = [transfer for transfer in plan if self.rank in transfer.destinations]
         pending = self._post(taken)
-        for parcel in plan:
-            if parcel.source == self.rank:
-                self._send(parcel, self.stores["parcels"])
+        for transfer in plan:
+            if transfer.source == self.rank:
+                self._send(transfer, self.stores["transfers"])
         self._wait(pending, store)
-        _look_at(store, [uid for parcel in taken for uid in parcel.uids])
+        _look_at(store, [uid for transfer in taken for uid in transfer.uids])
         self.came.append(store)
 
-    def _by_root(self, plan: Sequence[Parcel]) -> None:
+    def _by_root(self, plan: Sequence[Transfer]) -> None:
         """Two hops: everything to rank 0, and from there to where it is needed."""
         first_tag, store = plan[0].tag, DataStore()
-        held = self.stores["parcels"]
+        held = self.stores["transfers"]
         to_root = self._shares(self.batch.owner, takers=[0] * self.num_ranks, first_tag=first_tag)
         from_root = self._shares(self.batch.taker, takers=list(range(self.num_ranks)), first_tag=first_tag + 500)
         if self.rank == 0:
             self._receive(to_root[1:], store)
             store.adopt([held.gather([uid], KEYS) for uid in to_root[0].uids])
-            for parcel in from_root[1:]:
-                self._send(parcel, store)
+            for transfer in from_root[1:]:
+                self._send(transfer, store)
         else:
             self._send(to_root[self.rank], held)
             self._receive([from_root[self.rank]], store)
         _look_at(store, from_root[self.rank].uids)
         self.came.append(store)
 
-    def _send(self, parcel: Parcel, store: DataStore) -> None:
-        packed = pack(store.arrays(parcel.uids, keys_in_order(parcel, BUILT_IN_KEYS)))
-        self.gloo.send(packed, parcel.destinations[0], tag=parcel.tag)
+    def _send(self, transfer: Transfer, store: DataStore) -> None:
+        packed = pack(store.arrays(transfer.uids, keys_in_order(transfer, BUILT_IN_KEYS)))
+        self.gloo.send(packed, transfer.destinations[0], tag=transfer.tag)
 
-    def _receive(self, parcels: Sequence[Parcel], store: DataStore) -> None:
-        self._wait(self._post(parcels), store)
+    def _receive(self, transfers: Sequence[Transfer], store: DataStore) -> None:
+        self._wait(self._post(transfers), store)
 
-    def _post(self, parcels: Sequence[Parcel]) -> list[tuple[IncomingParcel, dist.Work, Bytes]]:
-        expected = [IncomingParcel.expected(parcel, self.batch.num_tokens, BUILT_IN_KEYS) for parcel in parcels]
-        return [(i, *self.gloo.receive(i.size_bytes, i.parcel.source, tag=i.parcel.tag)) for i in expected]
+    def _post(self, transfers: Sequence[Transfer]) -> list[tuple[IncomingTransfer, dist.Work, Bytes]]:
+        expected = [IncomingTransfer.expected(transfer, self.batch.num_tokens, BUILT_IN_KEYS) for transfer in transfers]
+        return [(i, *self.gloo.receive(i.size_bytes, i.transfer.source, tag=i.transfer.tag)) for i in expected]
 
-    def _wait(self, pending: Sequence[tuple[IncomingParcel, dist.Work, Bytes]], store: DataStore) -> None:
+    def _wait(self, pending: Sequence[tuple[IncomingTransfer, dist.Work, Bytes]], store: DataStore) -> None:
         for incoming, receiving, packed in pending:
             receiving.wait(timedelta(seconds=DEADLINE_S))
             store.adopt(incoming.samples(incoming.cut(packed)))
 
-    def _shares(self, rank_by_uid: dict[str, int], *, takers: Sequence[int], first_tag: int) -> list[Parcel]:
-        """By rank: its samples, as one parcel from it to root or from root to it."""
+    def _shares(self, rank_by_uid: dict[str, int], *, takers: Sequence[int], first_tag: int) -> list[Transfer]:
+        """By rank: one transfer of its samples, from it to root or from root to it."""
         return [
-            Parcel(
+            Transfer(
                 tag=first_tag + rank,
                 source=rank if takers[rank] == 0 else 0,
                 destinations=(takers[rank],),
@@ -293,9 +293,9 @@ class Rank:
     def _raw_buffers(self) -> dict[tuple[int, int], Bytes]:
         """By source and taker: as many bytes as the plan moves between them."""
         sizes: defaultdict[tuple[int, int], int] = defaultdict(int)
-        for parcel in self.batch.plan():
-            size = IncomingParcel.expected(parcel, self.batch.num_tokens, BUILT_IN_KEYS).size_bytes
-            sizes[parcel.source, parcel.destinations[0]] += size
+        for transfer in self.batch.plan():
+            size = IncomingTransfer.expected(transfer, self.batch.num_tokens, BUILT_IN_KEYS).size_bytes
+            sizes[transfer.source, transfer.destinations[0]] += size
         return {pair: np.ones(size, np.uint8) for pair, size in sizes.items() if self.rank in pair}
 
 
@@ -353,7 +353,7 @@ def measure(num_ranks: int, num_samples: int, num_rounds: int) -> dict[str, list
 def report_movement(num_ranks: int, num_samples: int, num_rounds: int) -> None:
     batch = Batch.random(num_samples, num_ranks)
     plan = batch.plan()
-    moved = sum(IncomingParcel.expected(parcel, batch.num_tokens, BUILT_IN_KEYS).size_bytes for parcel in plan)
+    moved = sum(IncomingTransfer.expected(transfer, batch.num_tokens, BUILT_IN_KEYS).size_bytes for transfer in plan)
     print(
         f"{num_ranks} ranks, {num_samples} groups of {NUM_ANSWERS}, {moved / 1e6:.0f} MB lacking, {num_rounds} rounds\n"
     )
@@ -376,8 +376,8 @@ def report_movement(num_ranks: int, num_samples: int, num_rounds: int) -> None:
 
 def report_planning(num_ranks: int = 1024, num_samples: int = 8192) -> None:
     batch = Batch.random(num_samples, num_ranks)
-    parcels, seconds = _planning(batch)
-    print(f"\nplan of {num_samples} samples on {num_ranks} ranks, all anywhere: {parcels} parcels, {seconds:.2f} CPU s")
+    num_transfers, seconds = _planning(batch)
+    print(f"\n{num_samples} samples on {num_ranks} ranks, all anywhere: {num_transfers} transfers, {seconds:.2f} CPU s")
     started = time.process_time()
     costs = forward_flops(batch.num_tokens.values(), [TYPICAL_SHAPE])
     parts = partition_near_owners(costs, list(batch.owner.values()), num_parts=num_ranks)
@@ -392,7 +392,7 @@ def report_planning(num_ranks: int = 1024, num_samples: int = 8192) -> None:
 
 
 def _planning(batch: Batch) -> tuple[int, float]:
-    """Number of parcels, and the CPU seconds of the planner alone."""
+    """Number of transfers, and the CPU seconds of the planner alone."""
     located, wanted = batch.located(), batch.wanted()
     weight = {uid: sum(tokens) for uid, tokens in batch.num_tokens.items()}
     started = time.process_time()

@@ -7,14 +7,14 @@ partition_near_owners       time and traffic: as good as equal work, and what ne
     wanted     [Demand(ranks=(2, 3), uids=("0:a", "0:b"), keys=("input_ids", "rewards"))]
         │
         ▼ plan_redistribution
-    Parcel(tag=0, source=0, destinations=(2, 3), uids=("0:a",), keys=("input_ids", "rewards"))
-    Parcel(tag=1, source=1, destinations=(2, 3), uids=("0:b",), keys=("input_ids", "rewards"))
+    Transfer(tag=0, source=0, destinations=(2, 3), uids=("0:a",), keys=("input_ids", "rewards"))
+    Transfer(tag=1, source=1, destinations=(2, 3), uids=("0:b",), keys=("input_ids", "rewards"))
 
-There is no root: every parcel goes from a rank that owns the data to the ranks that need it. Between hosts a parcel has
-one destination, which passes it on to the others of its host:
+There is no root: every transfer goes from a rank that owns the data to the ranks that need it. Between hosts a transfer
+has one destination, which passes it on to the other ranks of its host:
 
-    rank 0 on host A ──Parcel(source=0, destinations=(2,))──► rank 2 on host B
-                              rank 2 ──Parcel(source=2, destinations=(3, 4), is_passed_on=True)──► 3, 4 on host B
+    rank 0 on host A ──Transfer(source=0, destinations=(2,))──► rank 2 on host B
+                              rank 2 ──Transfer(source=2, destinations=(3, 4), is_passed_on=True)──► 3, 4 on host B
 """
 
 import bisect
@@ -40,11 +40,11 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
+class Transfer:
     """One message: `source` sends all of `keys` of all of `uids` to each of the destinations."""
 
     tag: int
-    """Its number: sender and receivers know it by that."""
+    """Its number, by which sender and receivers know it."""
     source: int
     destinations: tuple[int, ...]
     """Ranks of one host, ascending."""
@@ -53,11 +53,11 @@ class Parcel:
     keys: tuple[str, ...]
     """Ascending."""
     is_passed_on: bool = False
-    """Whether the source gets all of this by other parcels of the same plan."""
+    """Whether the source receives all of this by other transfers of the same plan."""
 
 
 class _Route(NamedTuple):
-    """A way that parcels go."""
+    """Source and destinations of transfers."""
 
     is_passed_on: bool
     source: int
@@ -78,7 +78,7 @@ def plan_redistribution(
     size_bytes: Callable[[str, Sequence[str]], int],
     host_by_rank: Mapping[int, str] | None = None,
     first_tag: int = 0,
-) -> list[Parcel]:
+) -> list[Transfer]:
     """Plan direct transfers after which every rank holds what it wants.
 
     Each key of each sample reaches each rank that wants it exactly once, and never one that has it; it comes to each
@@ -91,7 +91,7 @@ def plan_redistribution(
         wanted: what ranks must hold afterwards; a rank may be in several demands.
         size_bytes: what some keys of a sample weigh, by which the sources' loads are compared.
         host_by_rank: where each of these ranks is; None if all are on one host.
-        first_tag: parcels are numbered from here.
+        first_tag: the tag of the first transfer; the others follow.
 
     Raises:
         ValueError: if nobody has something that is wanted.
@@ -107,7 +107,7 @@ def plan_redistribution(
     moves.sort(key=lambda move: (len(move[2].holders), -move[0], move[1], move[2]))
     for size, uid, bundle, keys in moves:
         routes.send(uid, keys, bundle, size_bytes=size)
-    return routes.parcels(first_tag=first_tag)
+    return routes.transfers(first_tag=first_tag)
 
 
 class _Routes:
@@ -129,17 +129,17 @@ class _Routes:
             if len(first) < len(ranks):
                 self._add(_Route(True, ranks[0], ranks[1:]), uid, keys)
 
-    def parcels(self, *, first_tag: int) -> list[Parcel]:
+    def transfers(self, *, first_tag: int) -> list[Transfer]:
         """Of each way, one for all samples of which exactly the same keys go there; in order."""
-        parcels: list[Parcel] = []
+        transfers: list[Transfer] = []
         for route in sorted(self._keys):
             uids_by_keys: defaultdict[tuple[str, ...], list[str]] = defaultdict(list)
             for uid, keys in sorted(self._keys[route].items()):
                 uids_by_keys[tuple(sorted(keys))].append(uid)
             for keys_of_all, uids in sorted(uids_by_keys.items()):
-                tag = first_tag + len(parcels)
-                parcels.append(Parcel(**route._asdict(), tag=tag, uids=tuple(uids), keys=keys_of_all))
-        return parcels
+                tag = first_tag + len(transfers)
+                transfers.append(Transfer(**route._asdict(), tag=tag, uids=tuple(uids), keys=keys_of_all))
+        return transfers
 
     def _choose(self, uid: str, holders: tuple[int, ...], destinations: tuple[int, ...]) -> int:
         if len(holders) == 1:

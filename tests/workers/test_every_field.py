@@ -98,14 +98,14 @@ SHOWN_BY: Mapping[type, Mapping[str, str]] = {
     PushWeightsHook: dict.fromkeys(("type", "target", "eta"), NEW_WEIGHTS),
     PublishWeightsHook: {"type": NEW_WEIGHTS},
     OffloadHook: {"type": f"{CALLS}::a_model_is_moved_away_after_its_last_go_on_every_rank"},
-    DataTransfer: dict.fromkeys(("parcels", "num_tokens"), f"{PLANE}::any_ownership_becomes_any_layout_bit_for_bit"),
+    DataTransfer: dict.fromkeys(("transfers", "num_tokens"), f"{PLANE}::any_ownership_becomes_any_layout_bit_for_bit"),
     Fetch: {
         "max_samples": AT_ONCE,
         "wait_s": f"{DEFERRED}::a_waiting_request_without_news_is_answered_when_its_time_is_over",
     },
     LoadRows: {"uids": AT_ONCE},
     Reject: {"uids": AT_ONCE, "rejection": AT_ONCE},
-    Give: {"parcels": f"{SPLIT}::a_rank_in_the_middle_of_a_call_gives_what_a_call_elsewhere_reads"},
+    Give: {"transfers": f"{SPLIT}::a_rank_in_the_middle_of_a_call_gives_what_a_call_elsewhere_reads"},
     ClearDataCache: {"uids": AT_ONCE},
     Initialize: {
         "weights": EACH_ROLE,

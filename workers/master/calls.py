@@ -21,7 +21,7 @@ shares of a call: which ranks need which samples ──┐
                                                    ├──► what is not there ──► plan_redistribution ──┐
 BufferedSample.places: who has what ───────────────┘                                                │
                        ┌────────────────────────────────────────────────────────────────────────────┘
-                       ├──► Give: to each rank that sends, its own parcels
+                       ├──► Give: to each rank that sends, its own transfers
                        └──► DataTransfer: to each that takes or passes on, its own
 """
 
@@ -36,7 +36,7 @@ from corral.scheduling.model_function_call import CallType, ModelFunctionCall, M
 from corral.scheduling.packing import TYPICAL_SHAPE, TransformerShape, forward_flops
 from corral.scheduling.parallel import Mesh
 from corral.scheduling.policy_version import Lineage
-from corral.scheduling.redistribution import Demand, Parcel, partition_near_owners, plan_redistribution
+from corral.scheduling.redistribution import Demand, Transfer, partition_near_owners, plan_redistribution
 from corral.workers.data.held_out import added
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer, buffered, note_held
 from corral.workers.master.trainer_group import TrainerGroup
@@ -81,7 +81,7 @@ class MeshCalls:
     def __post_init__(self) -> None:
         spec, graph = self.spec, self.graph
         self._dealer = Dealer(spec, graph)
-        self._transfers = TransferPlanner(self.trainers.host_by_rank(), merge_keys(spec.declared_keys))
+        self._planner = TransferPlanner(self.trainers.host_by_rank(), merge_keys(spec.declared_keys))
         meshes = {call.model_name: spec.mesh(call.model_name) for call in graph.calls}
         self._ranks_of_shares = {
             name: [mesh.ranks_of_dp(dp_rank) for dp_rank in range(mesh.dims.dp)] for name, mesh in meshes.items()
@@ -162,15 +162,15 @@ class MeshCalls:
         mesh = self.spec.mesh(call.model_name)
         shares = self._dealer.deal(call, self.buffer.find(uids))
         share_by_ranks = dict(zip(self._ranks_of_shares[call.model_name], shares, strict=True))
-        transfers = self._transfers.plan(share_by_ranks.items(), call.input_keys)
-        self._moved_bytes += transfers.size_bytes
-        asked_anyway = transfers.gives.keys() & set(mesh.ranks)
-        self.trainers.attach({rank: transfers.gives[rank] for rank in asked_anyway})
-        gives = {rank: give for rank, give in transfers.gives.items() if rank not in asked_anyway}
+        plan = self._planner.plan(share_by_ranks.items(), call.input_keys)
+        self._moved_bytes += plan.size_bytes
+        asked_anyway = plan.gives.keys() & set(mesh.ranks)
+        self.trainers.attach({rank: plan.gives[rank] for rank in asked_anyway})
+        gives = {rank: give for rank, give in plan.gives.items() if rank not in asked_anyway}
         offloads = is_last_slice and any(isinstance(hook, OffloadHook) for hook in call.post_hooks)
         requests = {
             rank: self._request(
-                call, share, version, reports=rank == mesh.ranks[0], take=transfers.takes.get(rank), offloads=offloads
+                call, share, version, reports=rank == mesh.ranks[0], take=plan.takes.get(rank), offloads=offloads
             )
             for ranks, share in share_by_ranks.items()
             for rank in ranks
@@ -178,7 +178,7 @@ class MeshCalls:
         replies: Mapping[int, ReplyPayload]
         # A rank that lacks what it is to give says so, and nobody waits in vain for it.
         _, replies = await all_or_first_error(self.trainers.tell(gives), self.trainers.start(requests))
-        transfers.note_arrival()
+        plan.note_arrival()
         return mesh, shares, replies
 
     def _request(
@@ -262,12 +262,12 @@ def _owners(samples: Sequence[BufferedSample], keys: Sequence[str], dp_ranks: Ma
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfers:
+class TransferPlan:
     """One plan, cut into what each rank has to know."""
 
-    parcels: Sequence[Parcel]
+    transfers: Sequence[Transfer]
     moved: Mapping[str, BufferedSample]
-    """The samples of which the parcels have something, by uid."""
+    """The samples of these transfers, by uid."""
     gives: Mapping[int, Give]
     takes: Mapping[int, DataTransfer]
     """A rank that only passes something on has taken it before."""
@@ -277,13 +277,13 @@ class Transfers:
     def note_arrival(self) -> None:
         """All is where it was wanted, and can be given away from there; a call beside this one must not plan on it
         before."""
-        for parcel in self.parcels:
-            note_held([self.moved[uid] for uid in parcel.uids], parcel.keys, parcel.destinations)
+        for transfer in self.transfers:
+            note_held([self.moved[uid] for uid in transfer.uids], transfer.keys, transfer.destinations)
 
 
 @dataclass(slots=True)
 class TransferPlanner:
-    """Plans the transfers of one trainer epoch, and numbers their parcels."""
+    """Plans and numbers the transfers of one trainer epoch."""
 
     host_by_rank: Mapping[int, str]
     specs: DeclaredKeys = field(default_factory=lambda: BUILT_IN_KEYS)
@@ -293,7 +293,7 @@ class TransferPlanner:
 
     def plan(
         self, wanted: Iterable[tuple[tuple[int, ...], Sequence[BufferedSample]]], keys: Sequence[str]
-    ) -> Transfers:
+    ) -> TransferPlan:
         """How these keys of samples come where they are wanted; `note_arrival` when they have come.
 
         Args:
@@ -308,28 +308,28 @@ class TransferPlanner:
             if lacking := {sample.uid: sample for sample in _not_there(samples, frozenset(ranks), keys)}:
                 demands.append(Demand(ranks=ranks, uids=list(lacking), keys=keys))
                 moved |= lacking
-        parcels = plan_redistribution(
+        transfers = plan_redistribution(
             {uid: sample.places for uid, sample in moved.items()},
             demands,
             size_bytes=lambda uid, keys: self._size_bytes(moved[uid], keys),
             host_by_rank=self.host_by_rank,
             first_tag=self._next_tag,
         )
-        self._next_tag += len(parcels)
-        given, taken = defaultdict[int, list[Parcel]](list), defaultdict[int, list[Parcel]](list)
-        for parcel in parcels:
-            for rank in parcel.destinations:
-                taken[rank].append(parcel)
-            (taken if parcel.is_passed_on else given)[parcel.source].append(parcel)
-        return Transfers(
-            parcels=parcels,
+        self._next_tag += len(transfers)
+        given, taken = defaultdict[int, list[Transfer]](list), defaultdict[int, list[Transfer]](list)
+        for transfer in transfers:
+            for rank in transfer.destinations:
+                taken[rank].append(transfer)
+            (taken if transfer.is_passed_on else given)[transfer.source].append(transfer)
+        return TransferPlan(
+            transfers=transfers,
             moved=moved,
-            gives={rank: Give(parcels=of_rank) for rank, of_rank in given.items()},
+            gives={rank: Give(transfers=of_rank) for rank, of_rank in given.items()},
             takes={rank: _data_transfer(of_rank, moved) for rank, of_rank in taken.items()},
             size_bytes=sum(
-                len(parcel.destinations) * self._size_bytes(moved[uid], parcel.keys)
-                for parcel in parcels
-                for uid in parcel.uids
+                len(transfer.destinations) * self._size_bytes(moved[uid], transfer.keys)
+                for transfer in transfers
+                for uid in transfer.uids
             ),
         )
 
@@ -357,6 +357,6 @@ def _not_there(
     return [sample for sample in samples if id(sample.places) in lacking] if lacking else ()
 
 
-def _data_transfer(parcels: list[Parcel], samples: Mapping[str, BufferedSample]) -> DataTransfer:
-    uids = {uid for parcel in parcels for uid in parcel.uids}
-    return DataTransfer(parcels=parcels, num_tokens={uid: list(samples[uid].num_tokens) for uid in sorted(uids)})
+def _data_transfer(transfers: list[Transfer], samples: Mapping[str, BufferedSample]) -> DataTransfer:
+    uids = {uid for transfer in transfers for uid in transfer.uids}
+    return DataTransfer(transfers=transfers, num_tokens={uid: list(samples[uid].num_tokens) for uid in sorted(uids)})

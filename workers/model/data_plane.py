@@ -7,7 +7,7 @@
 Samples stay on the host as numpy, and a thread and a network of their own carry them: a rank whose main thread computes
 still gives away what it holds, and a call never waits for a computation on other ranks to get its inputs.
 
-How the values of a parcel lie one behind the other is known to both ends, so that nothing but values travels.
+Both ends know the order of the values in a transfer, so that nothing but values travels.
 
     key 1 of uid 1 | key 1 of uid 2 | ... | key 2 of uid 1 | key 2 of uid 2 | ...      wide types first: no gaps needed
 
@@ -26,23 +26,23 @@ import numpy as np
 from torch._C._distributed_c10d import PrefixStore, Store  # re-exported by torch.distributed, but not for type checkers
 
 from corral.scheduling.keys import DeclaredKeys, find_declared
-from corral.scheduling.redistribution import Parcel
+from corral.scheduling.redistribution import Transfer
 from corral.workers.data.sequence_sample import Array, SequenceSample
 from corral.workers.model.data_store import DataStore
 from corral.workers.model.host_memory import Bytes, HostMemory, NotSharedError, meet_neighbours
 from corral.workers.model.network import Network, TransferError
 
 
-def keys_in_order(parcel: Parcel, specs: DeclaredKeys) -> list[str]:
-    """The parcel's keys as they travel."""
-    return sorted(parcel.keys, key=lambda key: (-find_declared(key, specs).itemsize, key))
+def keys_in_order(transfer: Transfer, specs: DeclaredKeys) -> list[str]:
+    """The transfer's keys as they travel."""
+    return sorted(transfer.keys, key=lambda key: (-find_declared(key, specs).itemsize, key))
 
 
 @dataclass(frozen=True, slots=True)
-class IncomingParcel:
-    """What a receiver knows of a parcel before it comes."""
+class IncomingTransfer:
+    """A transfer that its receiver expects, with the lengths and types of its arrays."""
 
-    parcel: Parcel
+    transfer: Transfer
     seqlens: dict[str, list[list[int]]]
     """By key and sample, the lengths of the answers; the keys in the order in which they travel."""
     kinds: list[tuple[np.dtype[Any], int]]
@@ -52,22 +52,22 @@ class IncomingParcel:
 
     @classmethod
     def expected(
-        cls, parcel: Parcel, num_tokens: Mapping[str, Sequence[int]], declared: DeclaredKeys
-    ) -> "IncomingParcel":
+        cls, transfer: Transfer, num_tokens: Mapping[str, Sequence[int]], declared: DeclaredKeys
+    ) -> "IncomingTransfer":
         """
         Raises:
             ValueError: if the length of a sample is not stated.
         """
-        if unknown := [uid for uid in parcel.uids if uid not in num_tokens]:
-            raise ValueError(f"samples {unknown[:3]} are to come from rank {parcel.source}, but nobody said how long")
-        specs = {key: declared[key] for key in keys_in_order(parcel, declared)}
+        if unknown := [uid for uid in transfer.uids if uid not in num_tokens]:
+            raise ValueError(f"samples {unknown[:3]} from rank {transfer.source} have no stated length")
+        specs = {key: declared[key] for key in keys_in_order(transfer, declared)}
         # Once for each way to count: there are few, and many samples.
         counting = {(spec.layout, spec.shape): spec for spec in specs.values()}
-        lengths = {way: [spec.lengths(num_tokens[uid]) for uid in parcel.uids] for way, spec in counting.items()}
+        lengths = {way: [spec.lengths(num_tokens[uid]) for uid in transfer.uids] for way, spec in counting.items()}
         seqlens = {key: lengths[spec.layout, spec.shape] for key, spec in specs.items()}
         dtypes = {key: np.dtype(spec.dtype) for key, spec in specs.items()}
         kinds = [(dtypes[key], sum(of_uid)) for key, of_key in seqlens.items() for of_uid in of_key]
-        return cls(parcel, seqlens, kinds, declared)
+        return cls(transfer, seqlens, kinds, declared)
 
     @property
     def size_bytes(self) -> int:
@@ -81,7 +81,7 @@ class IncomingParcel:
 
     def samples(self, arrays: Sequence[Array]) -> list[SequenceSample]:
         """The samples, given the arrays in the order in which they travel."""
-        num_uids = len(self.parcel.uids)
+        num_uids = len(self.transfer.uids)
         return [
             SequenceSample(
                 [uid],
@@ -89,7 +89,7 @@ class IncomingParcel:
                 dict(zip(self.seqlens, arrays[index::num_uids], strict=True)),
                 self.specs,
             )
-            for index, uid in enumerate(self.parcel.uids)
+            for index, uid in enumerate(self.transfer.uids)
         ]
 
     def _sizes_bytes(self) -> list[int]:
@@ -102,8 +102,8 @@ class DataPlane:
 
     Example:
         plane.begin(epoch)                     # on all ranks, before anything else
-        plane.give(parcels)                    # any thread of a rank that holds what is in them
-        plane.take(parcels, num_tokens)        # the main thread of a rank that needs it
+        plane.give(transfers)                  # any thread of a rank that holds their samples
+        plane.take(transfers, num_tokens)      # the main thread of a rank that needs them
     """
 
     store: DataStore
@@ -147,22 +147,22 @@ class DataPlane:
         )
         self.store.memory = self._memory if self._pid_by_neighbour else None
 
-    def give(self, parcels: Sequence[Parcel]) -> None:
+    def give(self, transfers: Sequence[Transfer]) -> None:
         """Send what this rank holds, as it is now, or to ranks of this host where it lies; returns at once.
 
         Raises:
             ValueError: if something of it is not here; then nothing is sent.
         """
         network, neighbours = self._begun(), self._pid_by_neighbour
-        values = [self.store.arrays(parcel.uids, keys_in_order(parcel, self.store.specs)) for parcel in parcels]
-        for parcel, arrays in zip(parcels, values, strict=True):
-            is_shown = any(rank in neighbours for rank in parcel.destinations)
+        values = [self.store.arrays(transfer.uids, keys_in_order(transfer, self.store.specs)) for transfer in transfers]
+        for transfer, arrays in zip(transfers, values, strict=True):
+            is_shown = any(rank in neighbours for rank in transfer.destinations)
             places = [self._memory.places_of(arrays)] if is_shown else []
-            for rank in parcel.destinations:
-                network.send(places if rank in neighbours else arrays, rank, tag=parcel.tag)
+            for rank in transfer.destinations:
+                network.send(places if rank in neighbours else arrays, rank, tag=transfer.tag)
 
-    def take(self, parcels: Sequence[Parcel], num_tokens: Mapping[str, Sequence[int]]) -> None:
-        """Wait for the parcels that have this rank as a destination, and pass on those that have it as their source.
+    def take(self, transfers: Sequence[Transfer], num_tokens: Mapping[str, Sequence[int]]) -> None:
+        """Wait for the transfers that have this rank as a destination, and pass on those that have it as their source.
 
         Everything is posted before anything is waited for, and what others pass on is asked for, and waited for, last:
         no order of gives and takes of any ranks can deadlock.
@@ -176,16 +176,16 @@ class DataPlane:
         """
         network, rank = self._begun(), self.rank
         deadline = time.monotonic() + self.timeout_s
-        own = sorted((p for p in parcels if rank in p.destinations), key=lambda parcel: parcel.is_passed_on)
-        coming = [IncomingParcel.expected(parcel, num_tokens, self.store.specs) for parcel in own]
-        for parcel in own:
-            network.ask(parcel.source, tag=parcel.tag)
+        own = sorted((p for p in transfers if rank in p.destinations), key=lambda transfer: transfer.is_passed_on)
+        coming = [IncomingTransfer.expected(transfer, num_tokens, self.store.specs) for transfer in own]
+        for transfer in own:
+            network.ask(transfer.source, tag=transfer.tag)
         for is_passed_on in (False, True):
             for incoming in coming:
-                if incoming.parcel.is_passed_on is is_passed_on:
+                if incoming.transfer.is_passed_on is is_passed_on:
                     self.store.adopt(incoming.samples(self._receive(incoming, deadline=deadline)))
             if not is_passed_on:
-                self.give([parcel for parcel in parcels if parcel.source == rank])
+                self.give([transfer for transfer in transfers if transfer.source == rank])
 
     def close(self) -> None:
         """Leave the other ranks; what nobody has taken is not sent any more."""
@@ -197,11 +197,11 @@ class DataPlane:
         assert self._network is not None, "no epoch has begun"
         return self._network
 
-    def _receive(self, incoming: IncomingParcel, *, deadline: float) -> list[Array]:
-        """The arrays of a parcel that was asked for, once they are here."""
-        parcel, pid = incoming.parcel, self._pid_by_neighbour.get(incoming.parcel.source)
-        what = f"{', '.join(parcel.keys)} of {len(parcel.uids)} samples"
-        receive = partial(self._begun().receive, peer=parcel.source, tag=parcel.tag, what=what, deadline=deadline)
+    def _receive(self, incoming: IncomingTransfer, *, deadline: float) -> list[Array]:
+        """The arrays of a transfer that was asked for, once they are here."""
+        transfer, pid = incoming.transfer, self._pid_by_neighbour.get(incoming.transfer.source)
+        what = f"{', '.join(transfer.keys)} of {len(transfer.uids)} samples"
+        receive = partial(self._begun().receive, peer=transfer.source, tag=transfer.tag, what=what, deadline=deadline)
         if pid is not None:
             places = np.empty((len(incoming.kinds), 3), np.int64)
             receive(places)
@@ -209,7 +209,7 @@ class DataPlane:
                 return self._memory.open(pid, places, incoming.kinds)
             except NotSharedError as error:
                 raise TransferError(
-                    f"rank {parcel.source} has dropped samples before they were taken: {error}"
+                    f"rank {transfer.source} has dropped samples before they were taken: {error}"
                 ) from error
         if self._pid_by_neighbour:  # received where they can map it, since it may have to be passed on
             target, values = self._memory.allocate(incoming.size_bytes)

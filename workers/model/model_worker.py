@@ -260,7 +260,7 @@ class ModelWorker(Worker):
             case Reject():
                 self._samples.reject(request.uids, request.rejection)
             case Give():
-                self._plane.give(request.parcels)
+                self._plane.give(request.transfers)
             case ClearDataCache():
                 self._samples.clear(request.uids)
             case _:
@@ -278,10 +278,10 @@ class ModelWorker(Worker):
         payload: ReplyPayload = OkReply()
         try:
             if isinstance(request, CallRequest) and (take := request.take) is not None:
-                sources = sorted({parcel.source for parcel in take.parcels if self._spec.index in parcel.destinations})
+                sources = sorted({one.source for one in take.transfers if self._spec.index in one.destinations})
                 waits_for = [f"model_worker/{rank}" for rank in sources]
                 with presence.during("take samples", waits_for=waits_for, deadline_s=timeout_s):
-                    self._plane.take(take.parcels, take.num_tokens)
+                    self._plane.take(take.transfers, take.num_tokens)
             match request:
                 case Initialize():
                     payload = self._initialize(request, epoch=envelope.epoch)

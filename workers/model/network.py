@@ -4,7 +4,7 @@
     ask(peer, tag) ──connects, hello──► question ─┴──► a thread for this peer ──► header, buffers
                                                        receive(into, peer, tag) ──► straight into where they stay
 
-A rank that computes still sends. Nothing is copied together: the buffers of a parcel leave from where they lie, many
+A rank that computes still sends. Nothing is copied together: the buffers of a transfer leave from where they lie, many
 with one call of the kernel. Gloo, which would move messages as well, takes each as one piece of memory.
 
 What is asked of one peer comes in the order of the questions, and is to be received in that order. So no order of

@@ -19,7 +19,7 @@ from typing import Literal, Self
 
 import msgspec
 
-from corral.scheduling.redistribution import Parcel
+from corral.scheduling.redistribution import Transfer
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.streams.codec import MessageBody
 from corral.workers.streams.rpc import ErrorReply, StaleReply
@@ -54,9 +54,9 @@ class Reject(MessageBody, frozen=True, tag="reject"):
 
 
 class Give(MessageBody, frozen=True, tag="give"):
-    """Send these parcels, of samples that are here, to the ranks that take them -> OkReply"""
+    """Send these transfers, of samples that are here, to the ranks that take them -> OkReply"""
 
-    parcels: list[Parcel]
+    transfers: list[Transfer] = msgspec.field(name="parcels")
 
 
 class ClearDataCache(MessageBody, frozen=True, tag="clear_data_cache"):
@@ -80,9 +80,9 @@ class Initialize(MessageBody, frozen=True, tag="initialize"):
 
 
 class DataTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Take the parcels that come to this rank, and pass on those that it is the source of."""
+    """Take the transfers that come to this rank, and pass on those that it is the source of."""
 
-    parcels: list[Parcel]
+    transfers: list[Transfer] = msgspec.field(name="parcels")
     num_tokens: dict[str, list[int]]
     """uid -> tokens of each answer, so that the sizes of what comes are known beforehand."""
 

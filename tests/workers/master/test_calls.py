@@ -16,7 +16,7 @@ from corral.scheduling.keys import BUILT_IN_KEYS
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName
 from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.scheduling.policy_version import Lineage
-from corral.scheduling.redistribution import Parcel
+from corral.scheduling.redistribution import Transfer
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.master.calls import MeshCalls, TransferPlanner
 from corral.workers.master.sample_source import BufferedSample, SequenceBuffer
@@ -213,8 +213,8 @@ def test_each_rank_gets_its_own_samples() -> None:
 @pytest.mark.parametrize("keys", [("input_ids",), ("input_ids", "prompt_mask")])
 def test_what_a_call_reads_goes_to_its_ranks_and_nothing_else(keys: tuple[str, ...]) -> None:
     ranks, _ = run(call(model_name="critic", input_keys=keys))
-    assert {parcel.keys for take in ranks.takes.values() for parcel in take.parcels} == {keys}
-    assert {parcel.keys for give in ranks.gives.values() for parcel in give.parcels} == {keys}
+    assert {parcel.keys for take in ranks.takes.values() for parcel in take.transfers} == {keys}
+    assert {parcel.keys for give in ranks.gives.values() for parcel in give.transfers} == {keys}
     assert (set(ranks.gives), set(ranks.takes)) == ({0, 1}, {2, 3})
     assert not run(call(input_keys=keys))[0].takes  # all is where it is needed
 
@@ -298,13 +298,13 @@ def test_each_rank_is_told_of_its_own_parcels_only() -> None:
     buffer = buffer_of({"0:a": 0, "0:b": 1, "0:c": 2})
     planner = TransferPlanner({0: "A", 1: "A", 2: "B", 3: "B"})
     transfers = planner.plan([((2, 3), buffer.find(["0:a", "0:c"]))], KEYS)
-    to_2 = Parcel(tag=0, source=0, destinations=(2,), uids=("0:a",), keys=KEYS)
-    to_3 = Parcel(tag=1, source=2, destinations=(3,), uids=("0:c",), keys=KEYS)
-    onward = Parcel(tag=2, source=2, destinations=(3,), uids=("0:a",), keys=KEYS, is_passed_on=True)
-    assert transfers.gives == {0: Give(parcels=[to_2]), 2: Give(parcels=[to_3])}
+    to_2 = Transfer(tag=0, source=0, destinations=(2,), uids=("0:a",), keys=KEYS)
+    to_3 = Transfer(tag=1, source=2, destinations=(3,), uids=("0:c",), keys=KEYS)
+    onward = Transfer(tag=2, source=2, destinations=(3,), uids=("0:a",), keys=KEYS, is_passed_on=True)
+    assert transfers.gives == {0: Give(transfers=[to_2]), 2: Give(transfers=[to_3])}
     assert transfers.takes == {
-        2: DataTransfer(parcels=[to_2, onward], num_tokens={"0:a": [5, 3]}),
-        3: DataTransfer(parcels=[to_3, onward], num_tokens={"0:a": [5, 3], "0:c": [5, 3]}),
+        2: DataTransfer(transfers=[to_2, onward], num_tokens={"0:a": [5, 3]}),
+        3: DataTransfer(transfers=[to_3, onward], num_tokens={"0:a": [5, 3], "0:c": [5, 3]}),
     }
 
 
@@ -318,7 +318,7 @@ def test_nothing_moves_twice_and_no_two_parcels_have_one_number() -> None:
     assert (again.gives, again.takes, again.size_bytes) == ({}, {}, 0)
     more = planner.plan([((1,), buffer.find(["0:a", "0:b"]))], KEYS)
     more.note_arrival()
-    tags = [parcel.tag for transfers in (first, more) for give in transfers.gives.values() for parcel in give.parcels]
+    tags = [parcel.tag for transfers in (first, more) for give in transfers.gives.values() for parcel in give.transfers]
     assert len(set(tags)) == len(tags) == 3
     assert buffer.release(["0:a", "0:b"]) == {0: ["0:a", "0:b"], 1: ["0:a", "0:b"]}
 

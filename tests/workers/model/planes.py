@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from corral.scheduling.keys import BUILT_IN_KEYS, DeclaredKeys
-from corral.scheduling.redistribution import Demand, Locations, Parcel, plan_redistribution
+from corral.scheduling.redistribution import Demand, Locations, Transfer, plan_redistribution
 from corral.workers.data.sequence_sample import Array, SequenceSample
 from corral.workers.model.data_plane import DataPlane
 from corral.workers.model.data_store import DataStore
@@ -97,7 +97,7 @@ def _bits(rng: np.random.Generator, dtype: np.dtype[Any], count: int) -> Array:
 
 def redistribute(
     ranks: Sequence[Rank],
-    plan: Sequence[Parcel],
+    plan: Sequence[Transfer],
     num_tokens: Mapping[str, Sequence[int]],
     *,
     takes_first: Sequence[int] = (),
@@ -119,13 +119,13 @@ def redistribute(
     on_all(ranks, play)
 
 
-def _passes_on(parcel: Parcel, rank: int) -> bool:
+def _passes_on(parcel: Transfer, rank: int) -> bool:
     return parcel.source == rank and parcel.is_passed_on
 
 
 def plan_for(
     ranks: Sequence[Rank], wanted: Sequence[Demand], hosts: Sequence[str] | None, *, first_tag: int = 0
-) -> list[Parcel]:
+) -> list[Transfer]:
     """The plan for what the stores really hold."""
     return plan_redistribution(
         locations_of(ranks, wanted),

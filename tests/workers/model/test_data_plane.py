@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from corral.scheduling.keys import BUILT_IN_KEYS, Key
-from corral.scheduling.redistribution import Demand, Parcel
+from corral.scheduling.redistribution import Demand, Transfer
 from corral.workers.backends.parallel_context import connect_store, host_store
 from corral.workers.data.sequence_sample import SequenceSample
 from corral.workers.model.data_plane import DataPlane
@@ -166,18 +166,18 @@ def test_what_was_given_is_what_was_there_when_it_was_given() -> None:
 
 def test_what_is_not_here_is_not_given() -> None:
     with connected_ranks("AB") as ranks, pytest.raises(ValueError, match="'0:a', 'rewards'"):
-        ranks[0].plane.give([Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))])
+        ranks[0].plane.give([Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))])
 
 
 def test_a_length_that_nobody_said_is_named() -> None:
-    parcel = Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
+    parcel = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
     with connected_ranks("AB") as ranks, pytest.raises(ValueError, match=r"\['0:a'\] are to come from rank 0"):
         ranks[1].plane.take([parcel], {})
 
 
 @pytest.mark.parametrize("hosts", ["AB", "AA"])
 def test_a_peer_that_gives_nothing_is_named_with_the_deadline(hosts: str) -> None:
-    parcel = Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
+    parcel = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
     with (
         connected_ranks(hosts, timeout_s=1.0) as ranks,
         pytest.raises(TransferError, match=r"rank 1 did not get rewards of 1 samples from rank 0 within 1 s"),
@@ -186,7 +186,7 @@ def test_a_peer_that_gives_nothing_is_named_with_the_deadline(hosts: str) -> Non
 
 
 def test_samples_that_were_dropped_too_early_are_not_taken_for_others() -> None:
-    parcel = Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
+    parcel = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
     with connected_ranks("AA") as ranks:
         ranks[0].store.put(random_sample("0:a", [5_000_000], ["input_ids"]))  # more than a segment holds: its own
         is_gone = threading.Event()
@@ -200,7 +200,7 @@ def test_samples_that_were_dropped_too_early_are_not_taken_for_others() -> None:
 
 def test_a_new_epoch_forgets_what_nobody_took() -> None:
     old, new = random_sample("0:a", [9], ["rewards"]), random_sample("0:a", [10], ["rewards"])
-    parcel = Parcel(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
+    parcel = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
     with connected_ranks("AB") as ranks:
         ranks[0].store.put(old)
         ranks[0].plane.give([parcel])
@@ -234,7 +234,7 @@ def test_a_peer_that_dies_is_named_at_once() -> None:
     with closing(plane):
         plane.begin(1)
         assert ours.poll(DEADLINE_S)
-        parcel = Parcel(tag=1, source=1, destinations=(0,), uids=("0:a",), keys=("rewards",))
+        parcel = Transfer(tag=1, source=1, destinations=(0,), uids=("0:a",), keys=("rewards",))
         with ThreadPoolExecutor(1) as thread:
             taking = thread.submit(plane.take, [parcel], {"0:a": [3]})
             peer.kill()

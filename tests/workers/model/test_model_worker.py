@@ -17,7 +17,7 @@ import torch
 from corral.experiments.exit_codes import WorkerExit
 from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.name_resolve.keys import TrialKeys
-from corral.scheduling.redistribution import Parcel
+from corral.scheduling.redistribution import Transfer
 from corral.workers.backends.parallel_context import ParallelContext
 from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.lifecycle.worker import Worker, WrongDevicesError, run_to_exit_code
@@ -160,7 +160,7 @@ ANSWERS: dict[str, Any] = {
     "generate": SAMPLES,
     "save_weights": FILES,
 }
-PARCEL = Parcel(tag=0, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
+TRANSFER = Transfer(tag=0, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
 GENERATE = Generate(mfc="actor_gen", uids=["0:a"], orders=[4], tries=[0], version="1.2")
 INFERENCE = Inference(mfc="ref_inf", uids=["0:a"])
 REALLOCATE = Reallocate(source="actor/0", target="ref/0", eta=0.5)
@@ -180,7 +180,7 @@ def recording_worker(folder: Path) -> Iterator[tuple[ModelWorker, Recorder]]:
         (Fetch(max_samples=3, wait_s=0.0), ("fetch", 3), MetadataReply.of(SAMPLES)),
         (LoadRows(uids=["0:a"]), ("load_rows", ["0:a"]), MetadataReply.of(SAMPLES)),
         (Reject(uids=["0:a"], rejection="duplicate"), ("reject", ["0:a"], "duplicate"), OkReply()),
-        (Give(parcels=[PARCEL]), ("give", [PARCEL]), OkReply()),
+        (Give(transfers=[TRANSFER]), ("give", [TRANSFER]), OkReply()),
         (ClearDataCache(uids=["0:a"]), ("clear", ["0:a"]), OkReply()),
     ],
     ids=lambda value: type(value).__name__,
@@ -271,11 +271,11 @@ def test_without_a_copy_all_is_on_disk_before_the_next_request(tmp_path: Path) -
 
 
 def test_inputs_are_taken_before_a_call_and_its_model_is_moved_away_after_it(tmp_path: Path) -> None:
-    take = DataTransfer(parcels=[PARCEL], num_tokens={"0:a": [3]})
+    take = DataTransfer(transfers=[TRANSFER], num_tokens={"0:a": [3]})
     with recording_worker(tmp_path) as (worker, parts):
         request = msgspec.structs.replace(INFERENCE, take=take, offloads=True)
         worker._serve(cast(Any, Replies()), blocking(request))
-        assert parts.asked == [("take", [PARCEL], {"0:a": [3]}), ("inference", request), ("offload", "ref_inf")]
+        assert parts.asked == [("take", [TRANSFER], {"0:a": [3]}), ("inference", request), ("offload", "ref_inf")]
 
 
 def blocking(request: msgspec.Struct) -> Envelope:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_strategies
 from numpy.typing import NDArray
 
-from corral.scheduling.redistribution import Parcel
+from corral.scheduling.redistribution import Transfer
 from corral.workers.requests.messages import (
     ClearDataCache,
     DataTransfer,
@@ -37,7 +37,7 @@ REQUEST = WorkerRequest(
         uids=["0:a", "0:b"],
         version=7,
         take=DataTransfer(
-            parcels=[Parcel(tag=5, source=0, destinations=(1, 2), uids=("0:a",), keys=("input_ids",))],
+            transfers=[Transfer(tag=5, source=0, destinations=(1, 2), uids=("0:a",), keys=("input_ids",))],
             num_tokens={"0:a": [3, 4]},
         ),
     )
