@@ -80,7 +80,7 @@ def _staged(model: TrainedModelConfig, weights: WeightsConfig) -> dict[str, int]
 def copied_mb(
     models: Mapping[str, ModelConfig], meshes: Mapping[str, Mesh], *, heads: Mapping[str, Head], published: str
 ) -> int:
-    """The most that a training rank copies for a commit, in MB: its share of every role that is trained there.
+    """The most that a training rank copies for a commit, in MB: its shard of every role that is trained there.
 
     Args:
         models: by role.

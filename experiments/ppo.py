@@ -5,7 +5,7 @@
                     └───────────────────────────────────────────────────────┘
 
 Workers: the master and the model workers. The policy generates on its own ranks, or a replica of it does on ranks of
-their own, which takes its weights over before each step: a share of the allocation named `generation`.
+their own, which takes its weights over before each step: a role of the allocation named `generation`.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class PPOExperiment(PolicyExperiment):
     @property
     def has_replica(self) -> bool:
         """Whether a replica of the policy generates, on ranks of its own."""
-        return any(GENERATION in share.roles for share in self.parsed_allocation.training)
+        return any(GENERATION in group.roles for group in self.parsed_allocation.training)
 
     @cached_property
     def roles(self) -> tuple[str, ...]:

@@ -39,14 +39,14 @@ class EngineAllocation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class RoleGroup:
     """Roles that hold their models on the same ranks."""
 
     roles: tuple[str, ...]
-    """ "*" for the roles that no share names."""
+    """ "*" for the roles that no group names."""
     engine: EngineAllocation
     first_rank: int | None = None
-    """Where its ranks begin; None: after those of the shares before it."""
+    """Where its ranks begin; None: after those of the groups before it."""
 
     def __str__(self) -> str:
         place = "" if self.first_rank is None else f"@{self.first_rank}"
@@ -64,7 +64,7 @@ class Allocation:
     """
 
     generation: EngineAllocation | None
-    training: tuple[Share, ...]
+    training: tuple[RoleGroup, ...]
 
     @property
     def num_generation_servers(self) -> int:
@@ -77,7 +77,7 @@ class Allocation:
 
     def training_of(self, role: str) -> EngineAllocation:
         """The backend and layout that hold `role`."""
-        return self._share_of(role).engine
+        return self._group_of(role).engine
 
     def meshes(self, roles: Iterable[str]) -> dict[str, Mesh]:
         """The ranks of each role.
@@ -85,30 +85,30 @@ class Allocation:
         Raises:
             ValueError: if a role has no layout, or a rank in between has no role.
         """
-        ranks_by_share: dict[Share, range] = {}
+        ranks_by_group: dict[RoleGroup, range] = {}
         free = 0
-        for share in self.training:
-            first = free if share.first_rank is None else share.first_rank
-            ranks_by_share[share] = range(first, first + share.engine.dims.world_size)
-            free = max(free, ranks_by_share[share].stop)
-        shares = {role: self._share_of(role) for role in roles}
+        for group in self.training:
+            first = free if group.first_rank is None else group.first_rank
+            ranks_by_group[group] = range(first, first + group.engine.dims.world_size)
+            free = max(free, ranks_by_group[group].stop)
+        groups = {role: self._group_of(role) for role in roles}
         meshes = {
-            role: Mesh(ranks=tuple(ranks_by_share[share]), dims=share.engine.dims) for role, share in shares.items()
+            role: Mesh(ranks=tuple(ranks_by_group[group]), dims=group.engine.dims) for role, group in groups.items()
         }
         used = {rank for mesh in meshes.values() for rank in mesh.ranks}
         if idle := sorted(set(range(max(used, default=-1) + 1)) - used):
             raise RuleError(
                 f"allocation {str(self)!r} leaves model_worker/{idle[0]} without a role",
-                f"begin a share at rank {idle[0]} with @{idle[0]}, or remove the @ after it",
+                f"start a role at rank {idle[0]} with @{idle[0]}, or remove the @ after it",
             )
         return meshes
 
-    def _share_of(self, role: str) -> Share:
+    def _group_of(self, role: str) -> RoleGroup:
         for name in (role, EVERY_ROLE):
-            for share in self.training:
-                if name in share.roles:
-                    return share
-        named = ", ".join(name for share in self.training for name in share.roles)
+            for group in self.training:
+                if name in group.roles:
+                    return group
+        named = ", ".join(name for group in self.training for name in group.roles)
         raise RuleError(
             f"allocation {str(self)!r} has no layout for role {role!r}",
             f"add {role}=... or *=... (it names {named or 'no role'})",
@@ -116,7 +116,9 @@ class Allocation:
 
     def __str__(self) -> str:
         parts = [str(self.generation)] if self.generation else []
-        if len(self.training) == 1 and self.training[0] == Share(roles=(EVERY_ROLE,), engine=self.training[0].engine):
+        if len(self.training) == 1 and self.training[0] == RoleGroup(
+            roles=(EVERY_ROLE,), engine=self.training[0].engine
+        ):
             parts.append(str(self.training[0].engine))
         elif self.training:
             parts.append(",".join(map(str, self.training)))
@@ -142,19 +144,19 @@ def parse_allocation(text: str) -> Allocation:
     )
 
 
-_Side = list[tuple[int, Share]]
+_Side = list[tuple[int, RoleGroup]]
 """Of each `[roles "="] engine ["@" first rank]`, where it stands in the text, and what it says."""
 
 
 def _generation(text: str, side: _Side) -> EngineAllocation:
-    position, share = side[0]
-    if share.roles:
-        _fail(text, position, f"{share.engine.backend} generates, and cannot train role {share.roles[0]!r}")
-    if share.first_rank is not None:
+    position, group = side[0]
+    if group.roles:
+        _fail(text, position, f"{group.engine.backend} generates, and cannot train role {group.roles[0]!r}")
+    if group.first_rank is not None:
         _fail(text, position, '"@" gives training ranks; generation servers have none')
     if len(side) > 1:
         _fail(text, side[1][0], 'the generation side is one engine; training goes after "+"')
-    dims = share.engine.dims
+    dims = group.engine.dims
     for letter, size, what in (
         ("p", dims.pp, "pipeline stages"),
         ("c", dims.cp, "context-parallel ranks"),
@@ -162,23 +164,23 @@ def _generation(text: str, side: _Side) -> EngineAllocation:
     ):
         if size != 1:
             _fail(text, position, f"a generation server has no {what}: {letter} must be 1, got {size}; use t")
-    return share.engine
+    return group.engine
 
 
-def _training(text: str, side: _Side) -> tuple[Share, ...]:
+def _training(text: str, side: _Side) -> tuple[RoleGroup, ...]:
     if len(side) == 1 and not side[0][1].roles:
         return (replace(side[0][1], roles=(EVERY_ROLE,)),)
     named: set[str] = set()
-    for position, share in side:
-        if not share.roles:
+    for position, group in side:
+        if not group.roles:
             _fail(text, position, '"," separates roles: role "=" must come here')
-        if share.engine.backend in GENERATION_BACKENDS:
-            _fail(text, position, f"{share.engine.backend} generates, and cannot train role {share.roles[0]!r}")
-        for role in share.roles:
+        if group.engine.backend in GENERATION_BACKENDS:
+            _fail(text, position, f"{group.engine.backend} generates, and cannot train role {group.roles[0]!r}")
+        for role in group.roles:
             if role in named:
                 _fail(text, position, f"role {role!r} has a layout already")
             named.add(role)
-    return tuple(share for _, share in side)
+    return tuple(group for _, group in side)
 
 
 _ROLE_NAME = r"(?:\*|[A-Za-z_][A-Za-z0-9_]*)"
@@ -194,7 +196,7 @@ def _sides(text: str) -> list[_Side]:
     sides: list[_Side] = [[]]
     position = 0
     while match := _PART.match(text, position):
-        sides[-1].append((match.start("part"), _share(text, match)))
+        sides[-1].append((match.start("part"), _role_group(text, match)))
         position = match.end()
         separator = text[position : position + 1]
         if separator == "+" and len(sides) == 1:
@@ -207,7 +209,7 @@ def _sides(text: str) -> list[_Side]:
     return sides
 
 
-def _share(text: str, match: re.Match[str]) -> Share:
+def _role_group(text: str, match: re.Match[str]) -> RoleGroup:
     backend = match["backend"] or DEFAULT_TRAINING_BACKEND
     known = (*GENERATION_BACKENDS, *TRAINING_BACKENDS)
     if backend not in known:
@@ -220,7 +222,7 @@ def _share(text: str, match: re.Match[str]) -> Share:
         dims = ParallelDims.parse(match["layout"])
     except ValueError as error:
         _fail(text, match.start("layout"), str(error))
-    return Share(
+    return RoleGroup(
         roles=tuple(name.strip() for name in match["roles"].split(",")) if match["roles"] else (),
         engine=EngineAllocation(backend=backend, dims=dims),
         first_rank=int(match["first_rank"]) if match["first_rank"] else None,

@@ -125,7 +125,7 @@ class ModelFunctionCall(FrozenModel):
     output_key_remap: dict[str, str] = Field(default_factory=dict)
     """The graph's name by the interface's own name, for the output keys whose names differ."""
     micro_batches: MicroBatchSpec = MicroBatchSpec()
-    """How a rank's share of the samples is cut for the forward pass."""
+    """How a rank's shard of the samples is cut for the forward pass."""
     pre_hooks: tuple[PreHook, ...] = ()
     post_hooks: tuple[PostHook, ...] = ()
 

@@ -51,7 +51,7 @@ class WeightRoute:
     is_before: bool
     """Whether the weights go before the call, or after it."""
     eta: float
-    """Share of the source in what the target holds afterwards; 1 is a copy."""
+    """Fraction of the source in what the target holds afterwards; 1 is a copy."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
         heads_left(dims, sizes.num_heads),
         ("e", dims.ep, "experts", sizes.num_experts),
     )
-    yield from check_shares(divided, of=name)
+    yield from check_divisible(divided, of=name)
     if not all(stage_layers(sizes.num_layers, dims.pp)):
         able = [str(p) for p in range(1, 2 * dims.pp + 1) if all(stage_layers(sizes.num_layers, p))]
         yield ConfigProblem(
@@ -108,13 +108,13 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
 
 
 def heads_left(dims: ParallelDims, num_heads: int) -> tuple[str, int, str, int]:
-    """What context-parallel ranks share, for `check_shares`."""
+    """What context-parallel ranks share, for `check_divisible`."""
     left_by_t = f" left by t{dims.tp}" if dims.tp > 1 else ""
     return "c", dims.cp, f"attention heads{left_by_t}", num_heads // dims.tp
 
 
-def check_shares(divided: Iterable[tuple[str, int, str, int]], *, of: str) -> Iterator[ConfigProblem]:
-    """Things that ranks cannot share equally.
+def check_divisible(divided: Iterable[tuple[str, int, str, int]], *, of: str) -> Iterator[ConfigProblem]:
+    """Heads, rows, columns and experts that ranks cannot share equally.
 
     Args:
         divided: letter of the allocation, its number, what is divided by it, and how many of these there are.
@@ -151,9 +151,9 @@ def check_training_side(allocation: Allocation, *, roles: tuple[str, ...]) -> It
         yield ConfigProblem("the allocation has no training side", "add one: fsdp:d1")
         return
     named = ", ".join(roles)
-    for share in allocation.training:
-        engine = share.engine
-        for role in share.roles:
+    for group in allocation.training:
+        engine = group.engine
+        for role in group.roles:
             if role != EVERY_ROLE and role not in roles:
                 yield ConfigProblem(f"the allocation names role {role!r}; this experiment has {named}", "remove it")
         if engine.dims.pp > 1 and engine.backend != "megatron":
@@ -231,7 +231,7 @@ def _of_fsdp(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Conf
         shape = transformer_shape(model.path)
         inner = () if shape is None else (("t", dims.tp, "columns of the MLP", shape.intermediate_size),)
         shared = (("t", dims.tp, "attention heads", queries), ("t", dims.tp, "key and value heads", keys), *inner)
-        yield from check_shares([*shared, heads_left(dims, queries)], of=name)
+        yield from check_divisible([*shared, heads_left(dims, queries)], of=name)
     kind = model_type(model.path)
     if kind in WITHOUT_PACKED_ATTENTION:
         yield ConfigProblem(

@@ -254,8 +254,8 @@ class CriticConfig(FrozenConfig):
     value_eps_clip: float | None = Field(default=0.2, gt=0.0)
     """A value moves at most this far from the value that the advantages were computed from; None does not clip."""
     value_norm: Literal["none", "exponential", "plain"] = "exponential"
-    """Whether the critic learns returns of mean 0 and deviation 1, by running means that forget (a share of 0.00005 in
-    one train step), or that do not."""
+    """Whether the critic learns returns of mean 0 and deviation 1, by running means that forget (a fraction of 0.00005
+    in one train step), or that do not."""
 
 
 class DPOConfig(FrozenConfig):
@@ -268,7 +268,7 @@ class DPOConfig(FrozenConfig):
     beta: float = Field(default=0.1, gt=0.0)
     """How much the policy is held to the reference: the implicit reward is beta times the log-ratio. Of ipo it is tau, of simpo the scale of log-probabilities per token (2.0 is usual)."""  # noqa: E501
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """Share of the preferences that are taken to be the wrong way round, with dpo and simpo."""
+    """Fraction of the preferences that are taken to be the wrong way round, with dpo and simpo."""
     target_margin: float = Field(default=0.0, ge=0.0)
     """How far the chosen answer is to be ahead with simpo, there called gamma; half of beta is usual."""
 

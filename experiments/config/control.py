@@ -37,7 +37,7 @@ class TrainControl(FrozenConfig):
     the last commit or from a restart, and the commit follows the step in which they have passed."""
     commit_beside_training: bool = True
     """Whether a commit is copied to host memory and written while the next steps run. It takes as much memory as each
-    rank's share of weights and optimizer; false takes none, and the next step waits until all is on disk."""
+    rank's shard of weights and optimizer; false takes none, and the next step waits until all is on disk."""
     save_every: Every | None = None
     """From one permanent copy of the weights (exports/) to the next, as in `commit_every`; None keeps those at the end
     only."""

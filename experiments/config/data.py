@@ -99,15 +99,15 @@ class MixedSourceConfig(SourceConfig):
     """One of several sources."""
 
     weight: float | None = Field(default=None, gt=0.0)
-    """Its share of the prompts, compared with those of the other sources. None is the number of its rows."""
+    """Weight of this source among the prompts, relative to those of the other sources. None: the number of its rows."""
 
 
 class DatasetConfig(SourceConfig):
     """Rows that are learned from, or held out; those that are too long are left out."""
 
     sources: Annotated[dict[str, MixedSourceConfig], AfterValidator(_checked_names)] = {}
-    """Several sources by name, in place of `path` and `hub`: prompts are taken from all of them in the shares that
-    their weights say, and rewards are told source by source."""
+    """Several sources by name, in place of `path` and `hub`: prompts are taken from all of them in proportion to their
+    weights, and rewards are reported source by source."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longest prompt in tokens, `columns.teacher_prompt` included. Rows that are longer are left out, and counted; a
     held-out row that is longer is refused, and a prompt that an agent makes is dropped."""

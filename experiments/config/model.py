@@ -39,11 +39,11 @@ class OptimizerConfig(FrozenConfig):
     eps: float = Field(default=1e-5, gt=0.0)
     """Added to the denominator of the update."""
     warmup_steps_proportion: float = Field(default=0.001, ge=0.0, lt=1.0)
-    """Share of all train steps over which the learning rate rises linearly from 0."""
+    """Fraction of all train steps over which the learning rate rises linearly from 0."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up."""
     min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Where the schedule leads, as a share of `lr`: the rate of the step after the last; `constant` ignores it."""
+    """Where the schedule leads, as a fraction of `lr`: the rate of the step after the last; `constant` ignores it."""
     gradient_clipping: float = Field(default=1.0, gt=0.0)
     """Largest global gradient norm; larger gradients are scaled down to it."""
 
@@ -93,7 +93,7 @@ class LoraConfig(FrozenConfig):
     """Linear layers that are adapted, by the end of their names (`[q_proj, v_proj]`, as peft's target_modules); None
     adapts all of them but the output."""
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Share of an adapted layer's input that its adapter does not see in a train step; PPO wants 0."""
+    """Fraction of an adapted layer's input that its adapter does not see in a train step; PPO wants 0."""
     adapter: Path | None = None
     """Directory of an adapter in peft's format to start from (adapter_config.json, adapter_model.safetensors); None
     starts from `path` alone, with A at random and B zero."""
@@ -135,7 +135,7 @@ class TrainedModelConfig(ModelConfig):
     input of each layer only, and computes each twice, for a third more work. The numbers are the same."""
 
     gradient_sums: GradientSums = "each_micro_batch"
-    """When ranks of the fsdp backend add their gradients up, of which each then keeps its share: after each
+    """When ranks of the fsdp backend add their gradients up, of which each then keeps its shard: after each
     micro-batch, or after the last one of a step, which sends less, and takes whole float32 gradients until then: 4
     bytes for each trained parameter, divided by `t`. The megatron backend does the latter in any case."""
 
@@ -180,8 +180,8 @@ class ReferenceModelConfig(ModelConfig):
     """The model that the policy is held near to."""
 
     ema: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Share of the policy in the reference after each train step (an exponential moving average, from `path` on); None
-    leaves the reference as it is."""
+    """Fraction of the policy in the reference after each train step (an exponential moving average, from `path` on).
+    None leaves the reference as it is."""
 
 
 class RewardModelConfig(ModelConfig, OwnInterface):

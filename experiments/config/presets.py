@@ -13,7 +13,7 @@ from typing import Any
 from corral.experiments.config.base import merged
 
 _DAPO = "dapo"
-_OVERLONG_SHARE = 5  # DAPO's buffer: 4,096 of 20,480 tokens
+_OVERLONG_DIVISOR = 5  # DAPO's buffer: 4,096 of 20,480 tokens
 SHOWING = ("luffy", "sft_mix")
 """Those that learn from answers of rows, which `rollout.demonstrations` names."""
 
@@ -84,8 +84,8 @@ def fill_in(ppo: Mapping[str, Any], *, max_new_tokens: int) -> tuple[dict[str, A
     """
     asked = with_preset(ppo)
     is_dapo = asked.get("algorithm") == _DAPO
-    if is_dapo and max_new_tokens >= _OVERLONG_SHARE:
-        asked = {"overlong_buffer": max_new_tokens // _OVERLONG_SHARE, **asked}
+    if is_dapo and max_new_tokens >= _OVERLONG_DIVISOR:
+        asked = {"overlong_buffer": max_new_tokens // _OVERLONG_DIVISOR, **asked}
     if asked.get("loss_reduction") == "fixed_divisor":
         asked = {"loss_divisor": max_new_tokens, **asked}
     if asked.get("overlong_buffer") is not None:

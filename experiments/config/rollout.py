@@ -134,7 +134,7 @@ class SamplingConfig(FrozenConfig):
     temperature: float = Field(default=1.0, gt=0.0, le=100.0)
     """Divides the logits, in generation and in the training loss alike. Rows may say another (dataset.columns)."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Share of the probability mass that is sampled from; 1.0 is all."""
+    """Fraction of the probability mass that is sampled from; 1.0 is all."""
     top_k: int = Field(default=-1, ge=-1)
     """Number of most likely tokens that are sampled from; -1 is all."""
 

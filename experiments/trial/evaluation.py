@@ -58,7 +58,7 @@ class EvaluationResult(FrozenConfig):
     step: int
     """Policy version of the weights."""
     accuracy: float
-    """Share of judged answers with full reward."""
+    """Fraction of judged answers with full reward."""
     mean_reward: float
     """Mean over all judged answers."""
     pass_at: dict[int, float] = {}

@@ -21,7 +21,7 @@ from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.launcher.page.view import render_page
 
 _REFRESH_S = 5.0
-_IDLE_SHARE = 10.0  # a long trial, which takes seconds to read, is read less often
+_IDLE_FACTOR = 10.0  # times the reading time: a long trial, which takes seconds to read, is read less often
 _LOOPBACK = "127.0.0.1"
 _OWN_NAMES = (_LOOPBACK, "localhost")  # an ssh tunnel's end has these, too
 _HEADERS = {
@@ -107,5 +107,5 @@ class PageServer:
                 except TimeoutError as error:
                     raise web.HTTPServiceUnavailable(text=f"{error}\n") from error
                 took_s = time.monotonic() - began_at
-                self._next_read_at = time.monotonic() + max(self._refresh_s / 2, _IDLE_SHARE * took_s)
+                self._next_read_at = time.monotonic() + max(self._refresh_s / 2, _IDLE_FACTOR * took_s)
             return self._data

@@ -229,14 +229,14 @@ def _describe(finding: Finding) -> Iterator[str]:
 
 
 def _compared(metrics: Mapping[str, Any]) -> Iterator[str]:
-    """How much of the newest step generator and trainer were compared on, and how that is beside what it may be."""
-    coverage, share, prompts = (metrics.get(name) for name in ("gap/coverage", GAP[0], "drift/prompts"))
+    """The fraction of the newest step's tokens on which generator and trainer were compared, and the evidence found."""
+    coverage, found, prompts = (metrics.get(name) for name in ("gap/coverage", GAP[0], "drift/prompts"))
     if not coverage and is_number(prompts):
         few = "prompts" if prompts < LEAST_PROMPTS else "tokens"
         needed = f"{prompts:.0f} prompts; at least {LEAST_PROMPTS}, and {LEAST_TOKENS} tokens, are needed"
         yield f"compared   logprob check: too few {few} for a verdict ({needed})"
     elif is_number(coverage):
-        evidence = f", {share:.2g} of the evidence for an alarm" if coverage and is_number(share) else ""
+        evidence = f", {found:.2g} of the evidence for an alarm" if coverage and is_number(found) else ""
         yield f"compared   logprob check: {coverage:.0%} of the last step's tokens{evidence}"
 
 

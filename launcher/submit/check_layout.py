@@ -32,7 +32,7 @@ from corral.launcher.slurm.parse import Node, limit_of
 from corral.launcher.slurm.verdict import Holder
 from corral.launcher.submit.asks import asks_of, leaves_time, limit_that_fits, raise_problems, shapes_for
 from corral.launcher.submit.cluster import ClusterFacts, counted, hosts
-from corral.launcher.submit.plan_text import describe, share_of_node
+from corral.launcher.submit.plan_text import describe, request_per_node
 from corral.scheduling.placement import most_tasks_that_fit
 from corral.scheduling.scheduling import TasksGroup
 from corral.scheduling.slurm_formats import format_time_limit
@@ -235,7 +235,7 @@ class Part:
                 evidence=evidence,
             )
         return self._problem(
-            f"{share_of_node(allocation)} together on one node, and no usable node of partition {name!r} has them",
+            f"{request_per_node(allocation)} together on one node, and no usable node of partition {name!r} has them",
             hint="ask for less per node, choose another partition, or exclude fewer nodes",
             path=self.source.first_given(self.option_path("exclude"), self.count()),
             evidence=evidence,
@@ -261,7 +261,7 @@ class Part:
         group = self.plan.scheduling[kind]
         task = f"{group.scheduling.gpu} GPU" if group.scheduling.gpu else f"{group.scheduling.cpu} CPU"
         return self._problem(
-            f"{allocation.num_nodes} nodes ({share_of_node(allocation)} each), partition {name!r} has {offered}",
+            f"{allocation.num_nodes} nodes ({request_per_node(allocation)} each), partition {name!r} has {offered}",
             hint=", or ".join(hints) or "ask for less per task, or lower the groups' counts",
             path=path,
             note=f"{group.count} x {task} = {self._nodes_of(kind)} nodes",

@@ -28,7 +28,7 @@ from corral.launcher.submit.memory_plan import (
     models_alone,
     server_uses,
 )
-from corral.scheduling.allocation import EVERY_ROLE, Allocation, Share, parse_allocation
+from corral.scheduling.allocation import EVERY_ROLE, Allocation, RoleGroup, parse_allocation
 from corral.scheduling.memory.gpu import ANSWER, GIB, MIB, Peak, gpu_bytes_for, usable_bytes
 from corral.scheduling.model_function_call import ModelName, parse_model_name
 from corral.scheduling.parallel import Mesh, ParallelDims, nearest_layout
@@ -135,8 +135,8 @@ class _Checks:
     def _nearest_for(self, use: GpuUse, memory: TrainingMemory, names: Sequence[ModelName], mesh: Mesh) -> str | None:
         """The allocation with the nearest layout of these models that fits."""
         allocation = parse_allocation(self._allocation_text())
-        share = _share_with(allocation, mesh)
-        if share is None:
+        group = _group_on(allocation, mesh)
+        if group is None:
             return None
         named = [role for one in allocation.training for role in one.roles if role != EVERY_ROLE]
         models = {name.role: memory.config_of(name) for name in names}
@@ -144,7 +144,7 @@ class _Checks:
         def may_run(dims: ParallelDims) -> bool:
             if dims.dp > self.plan.master.train_batch_size or not self._on_one_node(dims):
                 return False
-            changed = _with_layout(allocation, share, dims)
+            changed = _with_layout(allocation, group, dims)
             layout = Mesh(ranks=tuple(range(dims.world_size)), dims=dims)
             problems = check_allocation(changed, roles=named, generates=allocation.generation is not None)
             problems += check_layouts(changed, dict.fromkeys(models, layout), models)
@@ -157,7 +157,7 @@ class _Checks:
             fits=lambda dims: self.fits(memory.peak(names, dict.fromkeys(names, dims))),
             spreads_experts=memory.has_experts(names),
         )
-        return None if found is None else _short(_with_layout(allocation, share, found))
+        return None if found is None else _short(_with_layout(allocation, group, found))
 
     def _largest_tokens(self, fits: Callable[[int], bool], names: Sequence[ModelName]) -> int | None:
         """The largest budget of tokens that fits, in steps; None if none does that holds the longest answer."""
@@ -200,16 +200,16 @@ def _largest(most: int, fits: Callable[[int], bool], *, least: int = _LEAST_TOKE
     return sizes[num_fitting - 1] if num_fitting else None
 
 
-def _share_with(allocation: Allocation, mesh: Mesh) -> Share | None:
-    """The part of the allocation that gives these ranks; None if several do, or an experiment's own code does."""
-    meshes = allocation.meshes(share.roles[0] for share in allocation.training)
-    shares = [share for share in allocation.training if meshes[share.roles[0]] == mesh]
-    return shares[0] if len(shares) == 1 else None
+def _group_on(allocation: Allocation, mesh: Mesh) -> RoleGroup | None:
+    """The only role group on exactly these ranks; None if several are, or if an experiment's own code sets them."""
+    meshes = allocation.meshes(group.roles[0] for group in allocation.training)
+    groups = [group for group in allocation.training if meshes[group.roles[0]] == mesh]
+    return groups[0] if len(groups) == 1 else None
 
 
-def _with_layout(allocation: Allocation, share: Share, dims: ParallelDims) -> Allocation:
-    changed = replace(share, engine=replace(share.engine, dims=dims))
-    return replace(allocation, training=tuple(changed if one == share else one for one in allocation.training))
+def _with_layout(allocation: Allocation, group: RoleGroup, dims: ParallelDims) -> Allocation:
+    changed = replace(group, engine=replace(group.engine, dims=dims))
+    return replace(allocation, training=tuple(changed if one == group else one for one in allocation.training))
 
 
 def _short(allocation: Allocation) -> str:

@@ -178,7 +178,7 @@ class TrainingMemory:
         return CallSizes(name=call.name, kind=kind, tokens=min((limit for limit in limits if limit), default=0))
 
     def _most_tokens(self, call: ModelFunctionCall, dims: ParallelDims) -> int | None:
-        """Of a rank's share of the batch, which may be less than a micro-batch may hold; None where nobody knows, as
+        """Of a rank's shard of the batch, which may be less than a micro-batch may hold; None where nobody knows, as
         where an answer may be several sequences of many turns."""
         longest = longest_answer(self.plan)
         if longest is None or any(worker.rollout.makes_episodes for worker in self.plan.all_of(RolloutWorkerSpec)):

@@ -121,10 +121,10 @@ def _evaluation(plan: RunPlan) -> Iterator[str]:
             f"before the first step, {between}after the last"
         )
     for call in step.graph.evaluate_calls:
-        share = call.n_seqs / step.mesh(call).dims.dp
+        per_rank = call.n_seqs / step.mesh(call).dims.dp
         yield (
             f"held-out   {file}   {call.implementation}, {call.n_seqs} at a "
-            f"time, {share:.4g} per dp rank of {call.model_name}; before the first step, {between}after the last"
+            f"time, {per_rank:.4g} per dp rank of {call.model_name}; before the first step, {between}after the last"
         )
 
 
@@ -207,9 +207,9 @@ def _calls(plan: RunPlan, step: StepPlan, roles: Mapping[ModelName, ModelRoleSpe
     yield [*heading, "CAN RUN BESIDE"] if has_beside else heading
     for call in step.graph.step_calls:
         slices = step.slices(call)
-        share = _per_rank(slices[0], step.mesh(call), answers_per_prompt(plan))
+        per_rank = _per_rank(slices[0], step.mesh(call), answers_per_prompt(plan))
         updates = _updates(call, roles[call.model_name], num_slices=len(slices))
-        row = [call.name, str(call.model_name), call.call_type, _slices(slices), share, _micro_batch(call), updates]
+        row = [call.name, str(call.model_name), call.call_type, _slices(slices), per_rank, _micro_batch(call), updates]
         yield [*row, ", ".join(beside[call.name]) or "-"] if has_beside else row
 
 
@@ -221,9 +221,9 @@ def _slices(slices: Sequence[int]) -> str:
 
 
 def _per_rank(samples: int, mesh: Mesh, answers: int | None) -> str:
-    """The mean: samples are dealt by the work that they are, not by their number."""
-    share = samples / mesh.dims.dp
-    return f"{share:.4g}" if answers is None else f"{share:.4g}, {share * answers:.4g} answers"
+    """The mean: samples are dealt by their work, not by their number."""
+    mean = samples / mesh.dims.dp
+    return f"{mean:.4g}" if answers is None else f"{mean:.4g}, {mean * answers:.4g} answers"
 
 
 def _micro_batch(call: ModelFunctionCall) -> str:
@@ -260,8 +260,8 @@ def _weights(step: StepPlan, published_to: str) -> Iterator[Sequence[str]]:
         target = published_to if route.target is None else _place(step, route.target)
         if route.eta != 1.0:
             target += f", which keeps {1 - route.eta:g} of its own,"
-        share = "weights" if route.eta == 1.0 else f"{route.eta:g} of its weights"
-        yield _place(step, route.source), share, f"{target} {'before' if route.is_before else 'after'} {route.call}"
+        weights = "weights" if route.eta == 1.0 else f"{route.eta:g} of its weights"
+        yield _place(step, route.source), weights, f"{target} {'before' if route.is_before else 'after'} {route.call}"
     for call in step.graph.calls:
         if any(isinstance(hook, OffloadHook) for hook in call.post_hooks):
             yield _place(step, call.model_name), "weights", f"host memory after {call.name}"
@@ -314,14 +314,14 @@ def count_of(number: int, what: str) -> str:
 
 
 def describe(allocation: Allocation) -> str:
-    """What it asks for: '2 x 9 CPUs, 4 GPUs, 33 GiB; partition h100, time 24:00:00'."""
+    """The request in words: '2 x 9 CPUs, 4 GPUs, 33 GiB; partition h100, time 24:00:00'."""
     values = {"partition": "(default)", "time_limit": "(default)", **allocation.options}
     where = ", ".join(f"{name.replace('_limit', '')} {value}" for name, value in values.items())
-    return f"{allocation.num_nodes} x {share_of_node(allocation)}; {where}"
+    return f"{allocation.num_nodes} x {request_per_node(allocation)}; {where}"
 
 
-def share_of_node(allocation: Allocation) -> str:
-    """What it asks for of each node: '9 CPUs, 4 h100 GPUs, 33 GiB'."""
+def request_per_node(allocation: Allocation) -> str:
+    """The request per node in words: '9 CPUs, 4 h100 GPUs, 33 GiB'."""
     kind = f"{allocation.gpu_type} " if allocation.gpu_type else ""
     gpus = f", {allocation.gpus_per_node} {kind}GPUs" if allocation.gpus_per_node else ""
     memory = f", {_memory(allocation.mem_mb_per_node)}" if allocation.mem_mb_per_node else ""
@@ -350,9 +350,9 @@ def _workers_on(layout: Layout, index: int, node: int) -> str:
 
 def _gpus(steps: Sequence[Step]) -> str:
     """The GPUs of a kind's workers on a node: ' (GPUs 0-3)' where each has one, ' (GPUs 0-1 + 2-3)' where more."""
-    shares = [step.gpu_indices for step in steps if step.gpu_indices]
-    if not shares:
+    by_worker = [step.gpu_indices for step in steps if step.gpu_indices]
+    if not by_worker:
         return ""
-    if all(len(share) == 1 for share in shares):
-        shares = [tuple(sorted(gpu for share in shares for gpu in share))]
-    return f" (GPUs {' + '.join(fold_numbers(share) for share in shares)})"
+    if all(len(gpus) == 1 for gpus in by_worker):
+        by_worker = [tuple(sorted(gpu for gpus in by_worker for gpu in gpus))]
+    return f" (GPUs {' + '.join(fold_numbers(gpus) for gpus in by_worker)})"

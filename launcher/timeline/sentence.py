@@ -1,9 +1,9 @@
 """Where the time of train steps went, and what would change that: spans of some steps -> causes, the largest first.
 
-    the master's phases ──share of the steps' time──► what it stood in
-    spans of the others ──figures──► RULES of that phase ──those that hold, the dearest first──► causes
+    the master's phases ──fraction of the steps' time──► the slow phases
+    spans of other workers ──figures──► RULES of that phase ──those that hold, the costliest first──► causes
 
-A rule names the one who is to blame where there is one: a server, a rank. Pure, and nothing else follows from it.
+A rule names the server or rank that causes the delay, if a single one does. Pure.
 """
 
 from collections import defaultdict
@@ -18,12 +18,12 @@ from corral.experiments.trial.worker_record import MASTER
 from corral.launcher.timeline.reader import spans_of, steps_in, steps_of
 from corral.launcher.trial.metrics import last_lines
 from corral.launcher.trial.view import TrialFacts
-from corral.launcher.trial.watchers import dropped_share
+from corral.launcher.trial.watchers import dropped_fraction
 
 _FASTER_REWARD = "make the reward faster, or raise concurrency of its part"
 LATEST_STEPS = 20  # of which one alone says little
 _TAIL_BYTES = 1 << 20  # of each worker, so that many are read within a second
-_LEAST_SHARE = 0.1  # of the steps' time; what takes less is not worth a word
+_LEAST_FRACTION = 0.1  # of the steps' time; a phase that takes less is not reported
 _APART = 1.5  # times as slow as the median of its like is slow
 _LEAST_WORK_S = 4.0  # of a rank, which is looked at twenty times a second
 _WAITS_APART = 0.25  # of the ranks' time; what they spend in collectives differs by less on sound machines
@@ -34,8 +34,8 @@ _COLLECTIVE = ("train step", "inference", "evaluate")  # phases of ranks in whic
 class Cause:
     """Something that the steps have waited for."""
 
-    share: float
-    """Of the steps' time, what was spent in the phase that it explains."""
+    fraction: float
+    """Of the steps' time, spent in the phase that this cause explains."""
     text: str
     remedy: str
 
@@ -58,7 +58,7 @@ class Figures:
 
     spans: Sequence[Span]
     dropped: float = 0.0
-    """Share of the prompts of these steps that were dropped."""
+    """Fraction of the prompts of these steps that were dropped."""
     trial: str = ""
     """experiment/trial, for commands."""
 
@@ -141,10 +141,10 @@ def _slow_agents(figures: Figures) -> Reason | None:
 
 def _shut_gate(figures: Figures) -> Reason | None:
     by_phase = figures.seconds_by(lambda span: span.name, figures.of(PHASES, "rollout_worker"))
-    share = (by_phase["wait for the trainer"] + by_phase["wait for admission"]) / (sum(by_phase.values()) or 1.0)
-    if share < 0.3:
+    fraction = (by_phase["wait for the trainer"] + by_phase["wait for admission"]) / (sum(by_phase.values()) or 1.0)
+    if fraction < 0.3:
         return None
-    text = f"rollout workers may begin nothing for {share:.0%} of the time"
+    text = f"rollout workers may begin nothing for {fraction:.0%} of the time"
     return Reason(0.0, text, "raise rollout.max_head_offpolicyness (eta), or rollout.max_concurrent_rollouts")
 
 
@@ -157,7 +157,7 @@ def _no_server(figures: Figures) -> Reason | None:
 
 
 def _dropped(figures: Figures) -> Reason | None:
-    if figures.dropped < _LEAST_SHARE:
+    if figures.dropped < _LEAST_FRACTION:
         return None
     text = f"{figures.dropped:.0%} of the prompts were dropped, for which answers were made in vain"
     return Reason(
@@ -178,11 +178,11 @@ def _slow_rank(figures: Figures) -> Reason | None:
     if len(waits) < 2:
         return None
     slowest = min(waits, key=waits.__getitem__)
-    others = median(share for rank, share in waits.items() if rank != slowest)
+    others = median(fraction for rank, fraction in waits.items() if rank != slowest)
     if others - waits[slowest] < _WAITS_APART:
         return None
-    share = f"{others:.0%} of their calls, and it for {waits[slowest]:.0%}"
-    text = f"{slowest} holds up the other ranks, which wait for {share}"
+    waited = f"{others:.0%} of their calls, and it for {waits[slowest]:.0%}"
+    text = f"{slowest} holds up the other ranks, which wait for {waited}"
     cost_s = (others - waits[slowest]) * sum(span.seconds for span in worked[slowest])
     return Reason(cost_s, text, "look at its host, its GPU and what runs beside it")
 
@@ -249,11 +249,11 @@ RULES: Sequence[tuple[Sequence[str], str, Sequence[Callable[[Figures], Reason | 
 
 
 def explain_time(spans: Sequence[Span], *, dropped: float = 0.0, trial: str = "") -> list[Cause]:
-    """What the time of these steps went into, the largest share first; empty where no step is among the spans.
+    """The causes of the time of these steps, the largest first; empty if the spans hold no step.
 
     Args:
         spans: `spans_of` some steps.
-        dropped: share of the prompts of these steps that were dropped.
+        dropped: fraction of the prompts of these steps that were dropped.
         trial: experiment/trial, for commands.
     """
     if not steps_in(spans):
@@ -261,15 +261,15 @@ def explain_time(spans: Sequence[Span], *, dropped: float = 0.0, trial: str = ""
     figures = Figures(spans, dropped, trial)
     causes = []
     for phases, what, rules in RULES:
-        share = sum(figures.master_s[phase] for phase in phases) / figures.wall_s
-        if share < _LEAST_SHARE:
+        fraction = sum(figures.master_s[phase] for phase in phases) / figures.wall_s
+        if fraction < _LEAST_FRACTION:
             continue
         found = [reason for rule in rules if (reason := rule(figures)) is not None]
         causes += [
-            Cause(share=share, text=f"{share:.0%} went into {what}: {reason.text}", remedy=reason.remedy)
+            Cause(fraction=fraction, text=f"{fraction:.0%} went into {what}: {reason.text}", remedy=reason.remedy)
             for reason in sorted(found[:-1] or found, key=lambda reason: -reason.cost_s)
         ]
-    return sorted(causes, key=lambda cause: -cause.share)
+    return sorted(causes, key=lambda cause: -cause.fraction)
 
 
 def said_of_latest(facts: TrialFacts) -> list[str]:
@@ -291,6 +291,6 @@ def said_of(spans: Sequence[Span], facts: TrialFacts) -> list[str]:
         return []
     first, last = min(steps), max(steps)
     where = f"step {first}" if first == last else f"steps {first} to {last}"
-    dropped = dropped_share(last_lines(facts.directory.metrics_path), steps)
+    dropped = dropped_fraction(last_lines(facts.directory.metrics_path), steps)
     head, *others = list(map(str, explain_time(spans, dropped=dropped, trial=facts.name))) or ["nothing stands out"]
     return [f"of {Figures(spans).wall_s:.3g} s in {where}, {head}", *(f"besides, {other}" for other in others)]

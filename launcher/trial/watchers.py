@@ -142,12 +142,12 @@ def findings_of(lines: Sequence[Mapping[str, Any]], *, trial: str) -> list[Findi
     return found
 
 
-def dropped_share(lines: Sequence[Mapping[str, Any]], steps: Collection[int]) -> float:
-    """Of the prompts of these train steps, the share that was dropped."""
+def dropped_fraction(lines: Sequence[Mapping[str, Any]], steps: Collection[int]) -> float:
+    """The fraction of the prompts of these train steps that was dropped."""
     found = [dict(line) for line in lines if "train/tokens" in line]
     _add_dropped(found)
-    told = [line for line in found if line["step"] in steps and "data/issued" in line]
-    return _mean(told, "data/dropped_of_issued", "data/issued") if told else 0.0
+    counted = [line for line in found if line["step"] in steps and "data/issued" in line]
+    return _mean(counted, "data/dropped_of_issued", "data/issued") if counted else 0.0
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], metric: str, weight: str | None) -> float:
@@ -167,7 +167,7 @@ def _with_derived(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_dropped(steps: Sequence[dict[str, Any]]) -> None:
-    """Per step, the share of prompts that was dropped; over the last steps, the share that errors dropped."""
+    """Per step, the fraction of prompts that was dropped; over the last steps, the fraction that errors dropped."""
     names = ("data/samples_dropped", "data/samples_trained")
     recent = deque[tuple[float, float]](maxlen=_ERROR_STEPS)  # errors and prompts of a step
     begin = [dict.fromkeys(names, 0.0)] if steps and steps[0]["step"] == 1 else []

@@ -23,7 +23,7 @@ MIB, GIB = 1 << 20, 1 << 30
 CONTEXT_BYTES = 2 * GIB
 """What a process takes of a GPU before it holds a tensor: CUDA's context, kernels, NCCL's buffers, workspaces."""
 FRAGMENTATION = 0.05
-"""Share of a GPU that the allocator holds and cannot give out, since the holes are too small."""
+"""Fraction of a GPU that the allocator holds and cannot give out, since the holes are too small."""
 
 Part = Literal["parameters", "gradients", "optimizer", "activations", "head", "KV cache", "buffers"]
 """What bytes are for. `head` is all that is as wide as the vocabulary; `buffers` are copies that come and go: of layers

@@ -54,8 +54,8 @@ HEAD_CHUNK_BYTES = 2**28
 """Logits that the last layer makes at a time (workers/backends/chunked_head.py)."""
 
 
-def share_of(number: int, tensor_parallel: int) -> int:
-    """What each tensor-parallel rank has of rows or columns: an equal part, or all where there is none."""
+def shard_size(number: int, tensor_parallel: int) -> int:
+    """Rows or columns of each tensor-parallel rank: an equal part, or all of them if they cannot be divided equally."""
     return number if number % tensor_parallel else number // tensor_parallel
 
 
@@ -94,7 +94,7 @@ class Layers:
         """Numbers between the products of the MLP, or of the shared expert."""
         sizes = self.sizes
         is_sparse = layer in sizes.sparse_layers
-        return share_of(sizes.shared_expert_size if is_sparse else sizes.intermediate_size, self.dims.tp)
+        return shard_size(sizes.shared_expert_size if is_sparse else sizes.intermediate_size, self.dims.tp)
 
     @property
     def _is_rounded(self) -> bool:
@@ -202,7 +202,7 @@ class Layers:
         """
         if output == "score":
             return FLOAT32_BYTES * self.sizes.hidden_size * tokens
-        vocabulary = share_of(self.sizes.vocab_size, self.dims.tp)
+        vocabulary = shard_size(self.sizes.vocab_size, self.dims.tp)
         rows = min(tokens, max(1, HEAD_CHUNK_BYTES // (FLOAT32_BYTES * vocabulary)))
         chunk, rounded = FLOAT32_BYTES * rows * vocabulary, self.compute_bytes if self._is_rounded else 0
         weight = vocabulary * self.sizes.hidden_size
@@ -270,7 +270,7 @@ class Layers:
             return whole + attention + 5 * compute_bytes * self._inner(layer)
         # Of a token's experts, wherever they are: a rank has as many tokens of others as others have of its own.
         own = sizes.num_experts * (FLOAT32_BYTES + 1 + compute_bytes) + sizes.experts_per_token * 2 * _INDEX_BYTES
-        numbers = sizes.experts_per_token * (sizes.hidden_size + 5 * share_of(sizes.expert_size, tp) + 1)
+        numbers = sizes.experts_per_token * (sizes.hidden_size + 5 * shard_size(sizes.expert_size, tp) + 1)
         if inner := self._inner(layer):
             own += compute_bytes * (sizes.hidden_size + 1)
             numbers += 5 * inner
@@ -284,6 +284,6 @@ class Layers:
         sizes, low, tp = self.sizes, self.compute_bytes, self.dims.tp
         if layer not in sizes.sparse_layers:
             return 4 * self._stream + 5 * low * self._inner(layer)
-        numbers = 4 * sizes.hidden_size + 3 * share_of(sizes.expert_size, tp)
+        numbers = 4 * sizes.hidden_size + 3 * shard_size(sizes.expert_size, tp)
         chosen = 2 * sizes.num_experts * (low + 1) + 2 * sizes.experts_per_token * _INDEX_BYTES
         return 4 * self._stream + low * sizes.experts_per_token * numbers + -(-chosen // tp)

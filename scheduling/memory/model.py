@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple
 
 from corral.scheduling.memory.decoder_sizes import DecoderSizes, Output, Shape, tensor_shapes
 from corral.scheduling.memory.gpu import PROMPT_TOKENS, ModelOnGpu, Part, Parts, answering, key_value_bytes_per_token
-from corral.scheduling.memory.layers import FLOAT32_BYTES, Backend, Layers, Recompute, share_of
+from corral.scheduling.memory.layers import FLOAT32_BYTES, Backend, Layers, Recompute, shard_size
 from corral.scheduling.parallel import ParallelDims, stage_layers
 
 CallKind = Literal["train", "infer", "generate"]
@@ -83,16 +83,16 @@ class _Tensor:
     step_count_bytes: int
 
     def part(self, dims: ParallelDims) -> Shape:
-        """What tensor-parallel and expert-parallel ranks leave each other."""
-        cut = [share_of(size, dims.tp) if dim == self.tensor_dim else size for dim, size in enumerate(self.shape)]
+        """The shape on each tensor-parallel and expert-parallel rank."""
+        cut = [shard_size(size, dims.tp) if dim == self.tensor_dim else size for dim, size in enumerate(self.shape)]
         return (-(-cut[0] // dims.ep), *cut[1:]) if self.is_expert else tuple(cut)
 
     def whole(self, dims: ParallelDims) -> int:
         """Numbers of that part."""
         return math.prod(self.part(dims))
 
-    def share(self, dims: ParallelDims) -> int:
-        """Numbers of it where those ranks share it that have it alike: as much as the rank with most."""
+    def sharded(self, dims: ParallelDims) -> int:
+        """Numbers of that part on the rank with most, if the ranks that have the same part shard it."""
         part, ranks = self.part(dims), dims.dp * dims.cp // (dims.ep if self.is_expert else 1)
         dim = cut_dim(part, ranks)
         return math.prod(part) // part[dim] * -(-part[dim] // ranks)
@@ -215,20 +215,22 @@ class RoleModel:
         return max(in_all)
 
     def _held(self, dims: ParallelDims) -> Parts:
-        held = _Tensor.share if self.backend == "fsdp" else _Tensor.whole
+        held = _Tensor.sharded if self.backend == "fsdp" else _Tensor.whole
         parts: dict[Part, int] = {"parameters": self._sum(dims, lambda one: one.number_bytes * held(one, dims))}
         if self.optimizer is not None and self.backend == "megatron":
             parts["gradients"] = self._gradients(dims, is_cut=False)
         if self.optimizer is not None:
             parts["optimizer"] = self._sum(
                 dims,
-                lambda one: one.step_count_bytes + (0 if self.hosts_optimizer else one.moment_bytes * one.share(dims)),
+                lambda one: (
+                    one.step_count_bytes + (0 if self.hosts_optimizer else one.moment_bytes * one.sharded(dims))
+                ),
             )
         return parts
 
     def _gradients(self, dims: ParallelDims, *, is_cut: bool) -> int:
         return self._sum(
-            dims, lambda one: FLOAT32_BYTES * (one.share(dims) if is_cut else one.whole(dims)) * one.is_trained
+            dims, lambda one: FLOAT32_BYTES * (one.sharded(dims) if is_cut else one.whole(dims)) * one.is_trained
         )
 
     def _working(self, call: CallSizes, dims: ParallelDims) -> Parts:
@@ -259,7 +261,7 @@ class RoleModel:
         if is_training:
             yield always + Counter({"buffers": buffers.at_end})
             if self.hosts_optimizer:  # moments come when the passes have let go of all this
-                moments = self._sum(dims, lambda one: one.moment_bytes * one.share(dims))
+                moments = self._sum(dims, lambda one: one.moment_bytes * one.sharded(dims))
                 yield always + Counter({"optimizer": moments})
 
     def _is_head_low(self, dims: ParallelDims) -> bool:

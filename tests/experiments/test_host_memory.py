@@ -247,7 +247,7 @@ def test_what_is_counted_of_a_commit_is_what_a_rank_copies(
     )
     copied = sum(tensor.nbytes for tensor in engine.state_shard().copied().tensors.values())
     if published != "actor":
-        copied += sum(tensor.nbytes for _, tensor in engine.weight_share().copied().weights)
+        copied += sum(tensor.nbytes for _, tensor in engine.weight_shard().copied().weights)
     model = TrainedModelConfig(path=path, dtype=dtype, lora=lora, optimizer=config)
     counted = copied_mb(
         {"actor": model}, {"actor": Mesh(ranks=(0,), dims=ParallelDims())}, heads={}, published=published

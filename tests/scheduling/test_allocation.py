@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from corral.scheduling.allocation import Allocation, EngineAllocation, Share, parse_allocation
+from corral.scheduling.allocation import Allocation, EngineAllocation, RoleGroup, parse_allocation
 from corral.scheduling.parallel import ParallelDims
 
 
@@ -12,8 +12,8 @@ def engine(backend: str, **sizes: int) -> EngineAllocation:
     return EngineAllocation(backend=backend, dims=ParallelDims(**sizes))
 
 
-def share(roles: str, backend: str, first_rank: int | None = None, **sizes: int) -> Share:
-    return Share(roles=tuple(roles.split()), engine=engine(backend, **sizes), first_rank=first_rank)
+def share(roles: str, backend: str, first_rank: int | None = None, **sizes: int) -> RoleGroup:
+    return RoleGroup(roles=tuple(roles.split()), engine=engine(backend, **sizes), first_rank=first_rank)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,9 @@ def share(roles: str, backend: str, first_rank: int | None = None, **sizes: int)
         ("d2m2p1+sglang.d4m1p1", engine("sglang", dp=4), [share("*", "fsdp", dp=2, tp=2)]),
     ],
 )
-def test_each_form_means_what_it_says(text: str, generation: EngineAllocation | None, training: list[Share]) -> None:
+def test_each_form_means_what_it_says(
+    text: str, generation: EngineAllocation | None, training: list[RoleGroup]
+) -> None:
     assert parse_allocation(text) == Allocation(generation=generation, training=tuple(training))
 
 
@@ -117,7 +119,7 @@ def test_roles_of_one_share_sit_together_and_shares_apart_unless_they_say_where(
 
 
 def test_a_rank_without_a_role_is_refused() -> None:
-    with pytest.raises(ValueError, match="leaves model_worker/1 without a role; begin a share at rank 1 with @1"):
+    with pytest.raises(ValueError, match="leaves model_worker/1 without a role; start a role at rank 1 with @1"):
         parse_allocation("actor=d1,critic=d1@2").meshes(("actor", "critic"))
 
 
@@ -132,18 +134,20 @@ role_lists = st.permutations(["actor", "critic", "ref", "reward_2", "*"])
 
 
 @st.composite
-def shares(draw: st.DrawFn) -> tuple[Share, ...]:
+def shares(draw: st.DrawFn) -> tuple[RoleGroup, ...]:
     names, made = list(draw(role_lists)), []
     while names and (not made or draw(st.booleans())):
         count = draw(st.integers(1, len(names)))
         roles, names = names[:count], names[count:]
-        made.append(Share(roles=tuple(roles), engine=draw(trainers), first_rank=draw(st.none() | st.integers(0, 99))))
+        made.append(
+            RoleGroup(roles=tuple(roles), engine=draw(trainers), first_rank=draw(st.none() | st.integers(0, 99)))
+        )
     return tuple(made)
 
 
 @given(st.none() | servers, shares())
 def test_every_allocation_reads_back_from_its_text(
-    generation: EngineAllocation | None, training: tuple[Share, ...]
+    generation: EngineAllocation | None, training: tuple[RoleGroup, ...]
 ) -> None:
     allocation = Allocation(generation=generation, training=training)
     assert parse_allocation(str(allocation)) == allocation

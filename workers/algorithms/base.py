@@ -60,7 +60,7 @@ class ModelInterface:
         self._refuse(CallType.INFERENCE)
 
     def train_step(self, engine: AnyEngine, sample: SequenceSample, *, version: int) -> dict[str, float]:
-        """Update the model on this rank's share of a global batch.
+        """Update the model on this rank's shard of a global batch.
 
         Args:
             sample: numpy arrays of the call's input keys.

@@ -56,7 +56,9 @@ _COARSE_NATS = 0.5
 """bfloat16 keeps 8 bits: logits between 16 and 32 lie 1/8 apart, and a rare token collects several such steps. Rounded
 weights are as coarse, and so may keys and values, or experts, be that are a version older than the token."""
 _COARSE_MEAN_NATS = 0.1  # the mean in bfloat16 is 0.03 (measured), and less with weights that are rounded to 8 bits
-_TEMPERATURE_SHARE = 0.5  # of the squared differences: 0.5 to 1 for temperatures up to 2.5 times off, 0.0 for rounding
+_TEMPERATURE_FRACTION = (
+    0.5  # of the squared differences: 0.5 to 1 for temperatures up to 2.5 times off, 0.0 for rounding
+)
 _MOST_ROUNDING_NATS = 0.05  # mean over tokens: 0.03 was measured in bfloat16, and wrong weights give more than 0.1
 
 
@@ -104,7 +106,7 @@ def likely_causes(gap: LogprobGap, sides: TwoSides, *, version: int, agreed_unti
 def _standing_causes(gap: LogprobGap, sides: TwoSides, *, version: int) -> Iterator[str]:
     """What holds from the first version on."""
     sampling, behaviour = sides.behaviour.sampling, sides.behaviour
-    if gap.explained_by_temperature > _TEMPERATURE_SHARE and gap.temperature_ratio > 0.0:
+    if gap.explained_by_temperature > _TEMPERATURE_FRACTION and gap.temperature_ratio > 0.0:
         about = (
             f"{1.0 / gap.temperature_ratio:.2g} times what the trainer computes with, as rows say it "
             "(dataset.columns.temperature)"

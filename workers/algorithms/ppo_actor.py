@@ -306,9 +306,9 @@ class PPOActorInterface(ModelInterface):
 
 def _over_generated(means: Mapping[str, float]) -> dict[str, float]:
     """The statistics of a mini-batch, some of which are means over fewer tokens than its loss mask has."""
-    share = max(means.get(_GENERATED, 1.0), sys.float_info.min)
+    fraction = max(means.get(_GENERATED, 1.0), sys.float_info.min)
     own = {name: value for name, value in means.items() if name != _GENERATED}
-    return {name: value / share if name in _OF_GENERATED else value for name, value in own.items()}
+    return {name: value / fraction if name in _OF_GENERATED else value for name, value in own.items()}
 
 
 def _episode_counts(keys: Mapping[str, Tensor]) -> EpisodeCounts | None:

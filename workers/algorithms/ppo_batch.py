@@ -102,8 +102,8 @@ def shape_rewards(config: PPOConfig, sample: SequenceSample) -> npt.NDArray[np.f
         responses = torch.from_numpy(response_mask(sample)).long()
         tokens = sum_per_answer(responses, [length - 1 for length in sample.answer_lengths()])
         episodes = per_token(sum_per_answer(tokens, sizes.tolist()), sizes.tolist())
-        share = overlong_penalty(episodes, limit=config.overlong_limit, buffer=config.overlong_buffer)
-        raw = raw - share.numpy().astype(np.float32)
+        penalty = overlong_penalty(episodes, limit=config.overlong_limit, buffer=config.overlong_buffer)
+        raw = raw - penalty.numpy().astype(np.float32)
     if config.mask_no_eos_with_zero:
         raw = np.where(np.asarray(sample.data["seq_no_eos_mask"])[ends], np.float32(0.0), raw)
     return raw

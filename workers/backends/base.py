@@ -69,7 +69,7 @@ StepCondition: TypeAlias = Callable[[Mapping[str, float]], bool]
 
 
 class TrainEngine(Protocol[ScoresT_co]):
-    """One rank's share of a model, as algorithms see it; the rest of it is `mesh_engine.MeshEngine`.
+    """One rank's shard of a model, as algorithms see it; the rest of it is `mesh_engine.MeshEngine`.
 
     All ranks of the model's mesh call the same methods in the same order.
     """

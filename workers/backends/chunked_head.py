@@ -25,7 +25,7 @@ _TREATMENTS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling"
 # Hidden states ──► log-probabilities of the tokens that came next, without logits of more than one chunk of tokens.
 #
 #     hidden [T, H] ── chunk [n, H] ──► logits [n, V] ──► four sums of each token's softmax ──► TokenScores [T]
-#                                         │ let go                                (over ranks: VocabularyShare)
+#                                         │ let go                                (over ranks: VocabularyShard)
 #     gradient of logprobs [T] ──► logits [n, V] anew ──► one_hot - softmax ──► gradients of hidden and weight
 #
 # Each token may be asked for a few others beside the one that came next: that is a sum more for each of them. Without a
@@ -46,8 +46,8 @@ _TREATMENTS: Final = ("final_logit_softcapping", "logit_scale", "logits_scaling"
 
 
 @dataclass(frozen=True, slots=True)
-class VocabularyShare:
-    """Which rows of a head this rank has, and with whom it has all of them.
+class VocabularyShard:
+    """The rows of a head on this rank, and the ranks that have the other rows.
 
     The gradient of the hidden states is left to each rank in the part of its own rows: callers add the parts up.
     """
@@ -79,7 +79,7 @@ class VocabularyShare:
         return torch.cat(parts, 1)
 
 
-WHOLE_VOCABULARY = VocabularyShare()
+WHOLE_VOCABULARY = VocabularyShard()
 
 
 # Of one chunk's logits, of which two copies exist at the worst moment: little beside a model with a large vocabulary.
@@ -96,7 +96,7 @@ def score_tokens(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     dtype: torch.dtype = torch.float32,
-    share: VocabularyShare = WHOLE_VOCABULARY,
+    shard: VocabularyShard = WHOLE_VOCABULARY,
     chunk_tokens: int | None = None,
 ) -> TokenScores:
     """Log-probability of each label and of what is asked for besides, and the entropy of the distribution of both.
@@ -112,13 +112,13 @@ def score_tokens(
         temperature: logits are divided by it, as the sampler did, by one or by one for each token, [T] float32; 0
             (greedy) is read as 1.
         dtype: type that the operands of products are rounded to; results are float32 whatever it is.
-        share: of a vocabulary that is cut over ranks; a collective of its group.
+        shard: this rank's rows of a vocabulary that is cut over ranks; a collective of its group.
         chunk_tokens: rows of logits that exist at once; None takes as many as a bounded number of bytes holds.
     """
     labels = labels[:, None] if asked is None else torch.cat([labels[:, None], asked], 1)
     chunk_tokens = chunk_tokens or _tokens_of_chunk(weight)
     apply: Any = _ChunkedScores.apply
-    logprobs, entropy = apply(hidden, weight, bias, labels, _scale(temperature), dtype, share, chunk_tokens)
+    logprobs, entropy = apply(hidden, weight, bias, labels, _scale(temperature), dtype, shard, chunk_tokens)
     return TokenScores(logprobs[:, 0], entropy, None if asked is None else logprobs[:, 1:])
 
 
@@ -131,7 +131,7 @@ def likeliest_tokens(
     bias: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     dtype: torch.dtype = torch.float32,
-    share: VocabularyShare = WHOLE_VOCABULARY,
+    shard: VocabularyShard = WHOLE_VOCABULARY,
     chunk_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(ids [T, k] int64, log-probabilities [T, k] float32) of the likeliest tokens, the first one first.
@@ -149,9 +149,9 @@ def likeliest_tokens(
             logits = _logits(_operand(hidden[chunk], dtype), rows, bias, _of(chunk, scale))
             values[chunk, :own], ids[chunk, :own] = logits.topk(own)
             sums[:, chunk] = _softmax_sums(logits, ids.new_empty((len(logits), 0)))
-    largest, total, _ = share.combine(sums)
-    values, places = share.join(values).topk(k)
-    return share.join(ids + share.first).gather(1, places), (values - largest[:, None]) - total.log()[:, None]
+    largest, total, _ = shard.combine(sums)
+    values, places = shard.join(values).topk(k)
+    return shard.join(ids + shard.first).gather(1, places), (values - largest[:, None]) - total.log()[:, None]
 
 
 def _scale(temperature: float | Tensor) -> float | Tensor:
@@ -181,22 +181,22 @@ class _ChunkedScores(torch.autograd.Function):
         labels: Tensor,
         scale: float | Tensor,
         dtype: torch.dtype,
-        share: VocabularyShare,
+        shard: VocabularyShard,
         chunk_tokens: int,
     ) -> tuple[Tensor, Tensor]:
-        labels = labels - share.first
+        labels = labels - shard.first
         sums = hidden.new_empty((3 + labels.shape[1], hidden.shape[0]), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             rows = _operand(weight, dtype)
             for chunk in _chunks(hidden.shape[0], chunk_tokens):
                 logits = _logits(_operand(hidden[chunk], dtype), rows, bias, _of(chunk, scale))
                 sums[:, chunk] = _softmax_sums(logits, labels[chunk])
-        largest, total, weighted, *of_labels = share.combine(sums)
+        largest, total, weighted, *of_labels = shard.combine(sums)
         log_total = total.log()
         entropy = log_total - weighted / total  # in nats
         ctx.save_for_backward(hidden, weight, bias, labels, largest + log_total)
         ctx.mark_non_differentiable(entropy)
-        ctx.scale, ctx.dtype, ctx.share, ctx.chunk_tokens = scale, dtype, share, chunk_tokens
+        ctx.scale, ctx.dtype, ctx.shard, ctx.chunk_tokens = scale, dtype, shard, chunk_tokens
         return torch.stack([(of_label - largest) - log_total for of_label in of_labels], 1), entropy
 
     @staticmethod
@@ -324,7 +324,7 @@ class Question:
 class ChunkedHead(CastingLinear):
     """The last layer of a language model: answers to a question while it is asked, and logits otherwise."""
 
-    share: VocabularyShare = WHOLE_VOCABULARY
+    shard: VocabularyShard = WHOLE_VOCABULARY
     _question: Question | None = None
     """Of the forward pass that is under way."""
     _answer: Tensor | None = None
@@ -357,7 +357,7 @@ class ChunkedHead(CastingLinear):
             local_with_gradient(self.weight),
             bias=None if self.bias is None else local_with_gradient(self.bias),
             dtype=products_type(self.weight),
-            share=self.share,
+            shard=self.shard,
         )
         self._answer = columns[None]
         return self._answer

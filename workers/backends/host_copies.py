@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from corral.workers.backends.sharding import local
 
 _FIRST_BLOCK: Final = 2**20
-_LARGEST_BLOCK: Final = 2**28  # of one that has several tensors; little beside the share of a model
+_LARGEST_BLOCK: Final = 2**28  # of one that has several tensors; little beside a shard of a model
 _ALIGNMENT: Final = 64  # bytes between beginnings: whole lines of a processor's cache, and any type of number
 
 

@@ -28,7 +28,7 @@ from corral.experiments.config.model import GradientSums, LoraConfig, OptimizerC
 from corral.scheduling.packing import MicroBatchSpec
 from corral.workers.backends import train_state
 from corral.workers.backends.base import LOSS_MASK, LossFunction, Numbers, StepCondition
-from corral.workers.backends.files.weights import WeightBase, WeightShare, companion_files
+from corral.workers.backends.files.weights import WeightBase, WeightShard, companion_files
 from corral.workers.backends.heads import HEADS
 from corral.workers.backends.host_copies import Offloaded, state_that_can_leave
 from corral.workers.backends.lora import adapter_config, fold_sums
@@ -185,7 +185,7 @@ class MeshEngine(ABC):
         """What this rank has of weights and optimizer; no rank waits for another one."""
 
     @abstractmethod
-    def _read_share(self, stored: train_state.StoredState) -> None:
+    def _read_shard(self, stored: train_state.StoredState) -> None:
         """Read what the `_state_shard` of all ranks of some layout wrote."""
 
     @abstractmethod
@@ -345,7 +345,7 @@ class MeshEngine(ABC):
             )
 
     def _seed_of_step(self) -> int:
-        """63 bits of its own for every step and share of the batch: ranks that compute on other data draw otherwise.
+        """63 bits of its own for every step and shard of the batch: ranks that compute on other data draw otherwise.
 
         Those that share layers or rows draw alike, as each of them draws for all.
         """
@@ -354,11 +354,11 @@ class MeshEngine(ABC):
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
-    def weight_share(self) -> WeightShare:
+    def weight_shard(self) -> WeightShard:
         """What `save_weights` writes on this rank, to be written, or copied and written later; a collective."""
         self.onload()
         adapter = None if self._adapter_config is None else dict(self._whole_trained())
-        return WeightShare(
+        return WeightShard(
             weights=self._stored_weights(),
             rank=self.context.place,
             num_ranks=self.context.mesh.dims.world_size,
@@ -382,7 +382,7 @@ class MeshEngine(ABC):
             The files that this rank wrote, by name.
         """
         weight_base = WeightBase.of(base) if base is not None else None
-        files = self.weight_share().write(directory, base=weight_base, on_progress=on_progress)
+        files = self.weight_shard().write(directory, base=weight_base, on_progress=on_progress)
         if weight_base is not None and weight_base.given_up and not self._has_told_of_deltas:
             # Once: whoever asked for deltas, and trains what changes everywhere, should know that they save nothing.
             self._has_told_of_deltas = True
@@ -438,7 +438,7 @@ class MeshEngine(ABC):
         self._hosted = None  # other moments take the place of these
         place, num_places = self.context.place, self.context.mesh.dims.world_size
         first_file = place * header.num_ranks // num_places  # its own, if as many ranks have written
-        self._read_share(
+        self._read_shard(
             train_state.StoredState(directory=directory, header=header, first_file=first_file, on_progress=on_progress)
         )
         self._put_moments_away()

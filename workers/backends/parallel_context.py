@@ -59,7 +59,7 @@ class ParallelContext:
     group: dist.ProcessGroup | None = None
     """All ranks of the mesh, by place; None where there is one, as in all groups."""
     dp_group: dist.ProcessGroup | None = None
-    """The ranks that do this rank's work on other shares of a batch, by data-parallel rank."""
+    """The ranks that do this rank's work on other shards of a batch, by data-parallel rank."""
     shard_group: dist.ProcessGroup | None = None
     """The ranks that a parameter's rows are cut over: data times context parallel, by place."""
     cp_group: dist.ProcessGroup | None = None
@@ -90,7 +90,7 @@ class ParallelContext:
 
     @property
     def dp_rank(self) -> int:
-        """Which share of a batch this rank works on."""
+        """Which shard of a batch this rank works on."""
         return self.coords.dp_rank
 
     @property

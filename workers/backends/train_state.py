@@ -73,7 +73,7 @@ def shard_name(rank: int, num_ranks: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateShard:
-    """One rank's share of what training resumes from."""
+    """One rank's shard of what training resumes from."""
 
     file: str
     tensors: Mapping[str, Tensor]

@@ -52,17 +52,18 @@ def sums_of(
 
 
 def majority_of(are_correct: Sequence[bool], votes: Sequence[str | None]) -> float:
-    """How probable it is that what most answers say is correct, where chance decides among what equally many say.
+    """Probability that the most frequent vote is correct. Chance decides among votes that are equally frequent.
 
-    Wang et al. 2022, https://arxiv.org/abs/2203.11171. If what says the same is judged differently, a share of it is.
+    Wang et al. 2022, https://arxiv.org/abs/2203.11171. If answers of one vote are judged differently, the vote counts
+    as correct by the fraction of its answers that are.
     """
     saying: dict[str, list[bool]] = defaultdict(list)
     for is_correct, vote in zip(are_correct, votes, strict=True):
         if vote is not None:
             saying[vote].append(is_correct)
     most = max(map(len, saying.values()), default=0)
-    shares = [sum(correct) / most for correct in saying.values() if len(correct) == most]
-    return math.fsum(shares) / max(len(shares), 1)
+    fractions = [sum(correct) / most for correct in saying.values() if len(correct) == most]
+    return math.fsum(fractions) / max(len(fractions), 1)
 
 
 def pass_at(k: int, *, num: int, correct: int) -> float:
@@ -99,7 +100,7 @@ def added(left: Mapping[str, float], right: Mapping[str, float]) -> dict[str, fl
 
 
 def means(sums: Mapping[str, float]) -> dict[str, float]:
-    """`accuracy` (share of right answers, of those of which that is known), `reward/mean`, `response_length/mean`,
+    """`accuracy` (fraction of right answers among the judged ones), `reward/mean`, `response_length/mean`,
     `pass@k`, `majority`, all of answers that were judged, and missing where none was; beside them `problems` and
     `unjudged`, which are counted.
     """

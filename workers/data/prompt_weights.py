@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 MOST_REMEMBERED = 16
-"""Groups of a row that a function is told of."""
+"""Groups of a row whose mean rewards a function receives, at most."""
 
 _LEAST = 0.05  # of a row that was always or never solved so far: it may be otherwise by now
 _SOLVED_FROM = 1.0
@@ -20,10 +20,10 @@ _IN_A_ROW = 2
 def middling(rewards: Sequence[float]) -> float:
     """Most often what succeeds every second time, from which most is learned where answers are compared: 4 p (1 - p),
     the variance of a success of probability p, with p the mean of the last groups and of one half in their place
-    before. Rewards are taken as shares of success, and cut to 0 to 1."""
+    before. Rewards are read as success rates, and clipped to 0 to 1."""
     known = [min(max(reward, 0.0), 1.0) for reward in rewards[-4:]]
-    share = (math.fsum(known) + 0.5) / (len(known) + 1)
-    return max(4.0 * share * (1.0 - share), _LEAST)
+    success_rate = (math.fsum(known) + 0.5) / (len(known) + 1)
+    return max(4.0 * success_rate * (1.0 - success_rate), _LEAST)
 
 
 def unsolved(rewards: Sequence[float]) -> float:

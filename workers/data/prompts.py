@@ -2,7 +2,7 @@
 
 row --uid "{dataset_epoch}:{row_id}"--> rollout workers (prompts) or model workers (rows whose answers are learned)
 
-Several sources: each goes through its own rows pass by pass, in an order of its own; whose turn it is says its share.
+Several sources: each goes through its own rows pass by pass, in its own order; its weight sets how often it is asked.
 
     gsm8k, weight 3    0:gsm8k/7   0:gsm8k/2   0:gsm8k/5              0:gsm8k/1  ...
     code,  weight 1                                       0:code/3               ...   1:code/3 when all were taken once
@@ -120,18 +120,18 @@ def turns_of_sources(weights: Mapping[str, float | None], sizes: Mapping[str, in
         weights: as those of `uids_of_passes`.
         sizes: rows of each.
     """
-    shares = [Fraction(weight or sizes[name]) for name, weight in weights.items()] or [Fraction(1)]
-    return turns_of([int(share * lcm(*(one.denominator for one in shares))) for share in shares])
+    ratios = [Fraction(weight or sizes[name]) for name, weight in weights.items()] or [Fraction(1)]
+    return turns_of([int(ratio * lcm(*(one.denominator for one in ratios))) for ratio in ratios])
 
 
-def turns_of(shares: Sequence[int]) -> Iterator[int]:
-    """Whose turn it is, for ever: of those that have had less than their share with this turn, the one that lacks most.
+def turns_of(ratios: Sequence[int]) -> Iterator[int]:
+    """The source of each turn, for ever: the source that is furthest behind its proportion of the turns so far.
 
-    Nobody ever has a whole turn more than its share; after as many turns as the shares make together, all have theirs.
+    No source is ever a whole turn ahead of its proportion. After `sum(ratios)` turns each source has had its ratio.
     """
-    whole, taken = sum(shares), [0] * len(shares)
+    whole, taken = sum(ratios), [0] * len(ratios)
     for turn in count(1):
-        chosen = max(range(len(shares)), key=lambda at: shares[at] * turn - taken[at] * whole)
+        chosen = max(range(len(ratios)), key=lambda at: ratios[at] * turn - taken[at] * whole)
         taken[chosen] += 1
         yield chosen
 

@@ -334,7 +334,7 @@ class BatchScheduler:
     """Orders requests and assigns rows; the engine moves the tensors accordingly."""
 
     def __init__(self, *, max_running_requests: int, max_total_tokens: int, least_likeness: float = 0.0) -> None:
-        """least_likeness: share of a row's length that another must have to move into its gap; 0.0 takes any."""
+        """least_likeness: fraction of a row's length that another must have to move into its gap; 0.0 takes any."""
         if max_running_requests < 1:
             raise ValueError(f"max_running_requests must be at least 1, got {max_running_requests}")
         if max_total_tokens < 1:

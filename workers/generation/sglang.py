@@ -149,8 +149,8 @@ def cpus_by_rank(cpus: Sequence[int], num_ranks: int) -> str:
     """The CPUs of each rank, as SGLang reads them: "0,1|2,3". Equally many and none twice, but where there are fewer
     CPUs than ranks."""
     each = max(1, len(cpus) // num_ranks)
-    shares = [[cpus[(rank * each + number) % len(cpus)] for number in range(each)] for rank in range(num_ranks)]
-    return "|".join(",".join(map(str, share)) for share in shares)
+    by_rank = [[cpus[(rank * each + number) % len(cpus)] for number in range(each)] for rank in range(num_ranks)]
+    return "|".join(",".join(map(str, of_rank)) for of_rank in by_rank)
 
 
 def check_gpus(environment: Mapping[str, str], *, num_ranks: int) -> None:

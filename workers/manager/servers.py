@@ -33,7 +33,7 @@ from corral.scheduling.policy_version import PolicyVersion
 ServerEvent = Literal["told", "verified", "not updated", "silent", "blamed", "excused", "gone"]
 
 PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after the first failure in a row, the second, ...
-KV_SHARE: Final = 0.9  # of a KV cache; the rest is for answers that become longer than was expected
+MAX_KV_FRACTION: Final = 0.9  # of a KV cache; the rest is for answers that become longer than expected
 HEALTHY_AFTER_S: Final = 60.0  # READY for as long, its earlier failures are forgotten
 
 
@@ -125,12 +125,12 @@ class Server:
 
     @property
     def kv_share(self) -> float:
-        """Of its KV cache, what its groups are expected to take."""
+        """Fraction of its KV cache that its groups are expected to take."""
         return self.tokens / self.kv_tokens if self.kv_tokens else 0.0
 
     def fits(self, tokens: int) -> bool:
-        """Whether a further group of so many fits; where there is none every group does, or it would go nowhere."""
-        return not (self.kv_tokens and self.tokens_by_uid) or self.tokens + tokens <= KV_SHARE * self.kv_tokens
+        """Whether a group of `tokens` tokens fits. An empty server accepts any group, else a large one never runs."""
+        return not (self.kv_tokens and self.tokens_by_uid) or self.tokens + tokens <= MAX_KV_FRACTION * self.kv_tokens
 
     def needs(self, version: PolicyVersion, *, now: float) -> bool:
         """Whether it has to be brought to `version`, and may be."""

@@ -1,8 +1,8 @@
 """Calls on model workers: one slice of one model function call, from its samples to what it made of them.
 
-    samples ──deal: equal work, where they lie──► a share for each data-parallel rank of the mesh
+    samples ──deal: equal work, where they lie──► a shard for each data-parallel rank of the mesh
                                                         │
-            what a share lacks ──► gives, takes ────────┤
+            what a shard lacks ──► gives, takes ────────┤
                                                         ▼
     pull weights ──► request to every rank of the mesh ──► replies ──► outputs noted in the buffer
                                                                  statistics of a call that evaluates
@@ -12,12 +12,12 @@ The caller holds all of the ranks that `ranks_of` names, and so nothing here mee
 Which data-parallel rank of a mesh works on which samples (Dealer), and what has to move for it (TransferPlanner):
 
     samples of a slice ──► their work, in all calls on this mesh ──┐
-    where their keys lie ───────────────────────────────────────┴──► a share for each data-parallel rank
+    where their keys lie ───────────────────────────────────────┴──► a shard for each data-parallel rank
 
 Work is balanced first, and then as little moves as that allows. Calls on one mesh count the same work, and the first of
 them that takes some samples decides for the others, which find them where they need them.
 
-shares of a call: which ranks need which samples ──┐
+shards of a call: which ranks need which samples ──┐
                                                    ├──► what is not there ──► plan_redistribution ──┐
 BufferedSample.places: who has what ───────────────┘                                                │
                        ┌────────────────────────────────────────────────────────────────────────────┘
@@ -57,8 +57,8 @@ from corral.workers.requests.messages import (
 )
 from corral.workers.streams.closing import all_or_first_error
 
-Shares = Sequence[Sequence[BufferedSample]]
-"""The samples of each data-parallel rank of a mesh, by dp rank."""
+Shards = Sequence[Sequence[BufferedSample]]
+"""The samples of each data-parallel rank of a mesh, by dp rank: the batch, sharded."""
 _TRAINING_FORWARDS = 3  # a backward pass takes as much as two forward passes
 _COPY = 1.0  # the eta of a pull
 
@@ -83,7 +83,7 @@ class MeshCalls:
         self._dealer = Dealer(spec, graph)
         self._planner = TransferPlanner(self.trainers.host_by_rank(), merge_keys(spec.declared_keys))
         meshes = {call.model_name: spec.mesh(call.model_name) for call in graph.calls}
-        self._ranks_of_shares = {
+        self._ranks_of_shards = {
             name: [mesh.ranks_of_dp(dp_rank) for dp_rank in range(mesh.dims.dp)] for name, mesh in meshes.items()
         }
         self._moved_bytes = 0
@@ -113,12 +113,12 @@ class MeshCalls:
             What it did to the weights, if it is a train step; and why the step goes on without some samples, by uid: no
             other call of the step may have taken them before.
         """
-        mesh, shares, replies = await self._ask(call, uids, version=version, is_last_slice=is_last_slice)
+        mesh, shards, replies = await self._ask(call, uids, version=version, is_last_slice=is_last_slice)
         if call.call_type is not CallType.GENERATE:
             trained = next((reply for reply in replies.values() if isinstance(reply, TrainReply)), None)
             if trained is None:
-                for head, share in zip(mesh.dp_heads, shares, strict=True):
-                    note_held(share, call.output_keys, (head,))
+                for head, shard in zip(mesh.dp_heads, shards, strict=True):
+                    note_held(shard, call.output_keys, (head,))
             return trained, {}
         dropped: dict[str, str] = {}
         for rank, reply in replies.items():
@@ -152,17 +152,17 @@ class MeshCalls:
 
     async def _ask(
         self, call: ModelFunctionCall, uids: Sequence[str], *, version: int, is_last_slice: bool
-    ) -> tuple[Mesh, Shares, Mapping[int, ReplyPayload]]:
-        """The call's mesh, the share of each data-parallel rank, and every rank's reply to its own share of the call.
+    ) -> tuple[Mesh, Shards, Mapping[int, ReplyPayload]]:
+        """The call's mesh, the shard of each data-parallel rank, and every rank's reply to its own shard of the call.
 
         Ranks that hold inputs of others give them meanwhile.
         """
         for hook in call.pre_hooks:
             await self.reallocate(hook.source, call.model_name, eta=_COPY)
         mesh = self.spec.mesh(call.model_name)
-        shares = self._dealer.deal(call, self.buffer.find(uids))
-        share_by_ranks = dict(zip(self._ranks_of_shares[call.model_name], shares, strict=True))
-        plan = self._planner.plan(share_by_ranks.items(), call.input_keys)
+        shards = self._dealer.deal(call, self.buffer.find(uids))
+        shard_by_ranks = dict(zip(self._ranks_of_shards[call.model_name], shards, strict=True))
+        plan = self._planner.plan(shard_by_ranks.items(), call.input_keys)
         self._moved_bytes += plan.size_bytes
         asked_anyway = plan.gives.keys() & set(mesh.ranks)
         self.trainers.attach({rank: plan.gives[rank] for rank in asked_anyway})
@@ -170,16 +170,16 @@ class MeshCalls:
         offloads = is_last_slice and any(isinstance(hook, OffloadHook) for hook in call.post_hooks)
         requests = {
             rank: self._request(
-                call, share, version, reports=rank == mesh.ranks[0], take=plan.takes.get(rank), offloads=offloads
+                call, shard, version, reports=rank == mesh.ranks[0], take=plan.takes.get(rank), offloads=offloads
             )
-            for ranks, share in share_by_ranks.items()
+            for ranks, shard in shard_by_ranks.items()
             for rank in ranks
         }
         replies: Mapping[int, ReplyPayload]
         # A rank that lacks what it is to give says so, and nobody waits in vain for it.
         _, replies = await all_or_first_error(self.trainers.tell(gives), self.trainers.start(requests))
         plan.note_arrival()
-        return mesh, shares, replies
+        return mesh, shards, replies
 
     def _request(
         self,
@@ -216,7 +216,7 @@ class Dealer:
         self._spec = spec
         self._shapes: dict[tuple[int, ...], list[TransformerShape]] = {}
         self._dp_ranks: dict[tuple[int, ...], dict[int, int]] = {}
-        self._last: dict[tuple[int, ...], tuple[Sequence[BufferedSample], Shares]] = {}
+        self._last: dict[tuple[int, ...], tuple[Sequence[BufferedSample], Shards]] = {}
         """What was dealt last on a mesh, and how."""
         for call in graph.calls:
             shape = spec.shape_by_role.get(call.role, TYPICAL_SHAPE)
@@ -227,21 +227,21 @@ class Dealer:
             self._shapes.setdefault(mesh.ranks, []).extend([shape] * count)
             self._dp_ranks[mesh.ranks] = {rank: mesh.coords(rank).dp_rank for rank in mesh.ranks}
 
-    def deal(self, call: ModelFunctionCall, samples: Sequence[BufferedSample]) -> Shares:
+    def deal(self, call: ModelFunctionCall, samples: Sequence[BufferedSample]) -> Shards:
         """The samples of each data-parallel rank of the call's mesh."""
         mesh = self._spec.mesh(call.model_name)
         if mesh.dims.dp == 1:
             return [samples]
-        dealt, shares = self._last.get(mesh.ranks, ([], [[] for _ in range(mesh.dims.dp)]))
+        dealt, shards = self._last.get(mesh.ranks, ([], [[] for _ in range(mesh.dims.dp)]))
         if dealt != samples:
             flops = forward_flops((sample.num_tokens for sample in samples), self._shapes[mesh.ranks])
             costs = [cost or 1.0 for cost in flops]  # nobody knows how long the answers to a prompt will be
             owners = _owners(samples, call.input_keys, self._dp_ranks[mesh.ranks])
             parts = partition_near_owners(costs, owners, num_parts=mesh.dims.dp)
-            shares = [[samples[index] for index in part] for part in parts]
+            shards = [[samples[index] for index in part] for part in parts]
             if call.call_type is not CallType.GENERATE:  # its answers will have other lengths than its prompts
-                self._last[mesh.ranks] = samples, shares
-        return shares
+                self._last[mesh.ranks] = samples, shards
+        return shards
 
     def forget(self) -> None:
         """What was dealt will not be asked for again: the next step's samples can have the memory of these."""
@@ -250,7 +250,7 @@ class Dealer:
 
 def _owners(samples: Sequence[BufferedSample], keys: Sequence[str], dp_ranks: Mapping[int, int]) -> list[int | None]:
     """For each sample the data-parallel rank that holds most of its keys; None if none holds anything."""
-    known: dict[int, int | None] = {}  # by id of what samples share
+    known: dict[int, int | None] = {}  # by id of the mapping that samples share
     owners: list[int | None] = []
     for sample in samples:
         places = sample.places

@@ -255,8 +255,8 @@ async def evaluate_by_call(
         for sample in await trainers.load_rows(part):
             calls.buffer.put(sample)
         for maker in calls.graph.makers_of(call.name):
-            for share in _parts(part, maker.n_seqs):
-                await calls.run_call(maker, share, version=step, is_last_slice=share[-1] == part[-1])
+            for piece in _parts(part, maker.n_seqs):
+                await calls.run_call(maker, piece, version=step, is_last_slice=piece[-1] == part[-1])
         found = await calls.evaluate(call, part, version=step)
         assert isinstance(found, StatsReply), f"{call.name} reads rows"
         slices.append((found.stats, len(part)))

@@ -220,8 +220,8 @@ class Drops:
         if not self.since_step:
             return ""
         (reason, most), *others = self.since_step.most_common(2)
-        share = f"{most} of them: {reason}" if others else reason
-        return f"{self.since_step.total()} prompts dropped since the last train step, {share}"
+        reasons = f"{most} of them: {reason}" if others else reason
+        return f"{self.since_step.total()} prompts dropped since the last train step, {reasons}"
 
 
 class SampleHolders(Protocol):

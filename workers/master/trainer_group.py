@@ -196,8 +196,8 @@ class TrainerGroup:
     async def load_rows(self, uids: Sequence[str]) -> list[BufferedSample]:
         """Deal rows of the dataset over the ranks that read them."""
         ranks = self._spec.sample_ranks
-        shares = {rank: list(uids[number :: len(ranks)]) for number, rank in enumerate(ranks)}
-        return _samples(await self.start({rank: LoadRows(uids=share) for rank, share in shares.items() if share}))
+        shards = {rank: list(uids[number :: len(ranks)]) for number, rank in enumerate(ranks)}
+        return _samples(await self.start({rank: LoadRows(uids=shard) for rank, shard in shards.items() if shard}))
 
     async def reject(self, uids_by_rank: Mapping[int, Sequence[str]], rejection: Rejection) -> None:
         """Let each rank throw its samples away, and tell who sent them."""

@@ -246,12 +246,12 @@ class Generator:
         return described
 
     def evaluate(self, model: nn.Module, *, context: ParallelContext, batch_size: int) -> HeldOutReply:
-        """What comes out of this rank's share of the held-out problems, of which all ranks together answer `batch_size`
+        """What comes out of this rank's shard of the held-out problems, of which all ranks together answer `batch_size`
         at a time; every rank that holds a part of the model calls it."""
-        sums, failures, num_shares = dict[str, dict[str, float]](), dict[str, str](), context.mesh.dims.dp
-        with self._batch.answering_by(model, version="", size=-(-batch_size // num_shares)):
+        sums, failures, num_shards = dict[str, dict[str, float]](), dict[str, str](), context.mesh.dims.dp
+        with self._batch.answering_by(model, version="", size=-(-batch_size // num_shards)):
             for name, rows in self._held_out.items() if context.is_dp_head else ():
-                row_ids = list(rows)[context.dp_rank :: num_shares]
+                row_ids = list(rows)[context.dp_rank :: num_shards]
                 asked = (self._problems.answer(HeldOutProblem(0, "", name, row_id)) for row_id in row_ids)
                 answered: list[Answered] = asyncio.run(all_or_first_error(*asked))
                 sums[name] = reduce(added, (one.sums for one in answered), {})

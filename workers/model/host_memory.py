@@ -41,7 +41,7 @@ Bytes = npt.NDArray[np.uint8]
 
 SEGMENT_BYTES = 16 * 2**20
 """Of the smallest segments: one old sample pins little memory."""
-_SHARE = 8  # a segment holds at least 1/8 of everything held, so that file descriptors do not run out
+_SEGMENT_DIVISOR = 8  # a segment holds at least 1/8 of everything held, so that file descriptors do not run out
 _ALIGNMENT = 16  # of an array: enough for every dtype
 
 
@@ -107,7 +107,7 @@ class HostMemory:
         """Set some bytes aside; they are free again when no array looks at their segment any more."""
         with self._lock:
             if self._filling is None or self._used_bytes + size_bytes > self._filling.values.size:
-                segment_bytes = max(self._segment_bytes, self._held_bytes() // _SHARE)
+                segment_bytes = max(self._segment_bytes, self._held_bytes() // _SEGMENT_DIVISOR)
                 if size_bytes > segment_bytes:  # a segment of its own
                     whole = self._make_segment(size_bytes)
                     return Extent(whole.target[:size_bytes], whole.values[:size_bytes])

@@ -29,7 +29,7 @@ from corral.scheduling.model_function_call import CallType, ModelFunctionCall, M
 from corral.workers.algorithms.base import ModelInterface, check_call
 from corral.workers.algorithms.interfaces import InterfaceSettings, make_interface
 from corral.workers.backends.base import Numbers
-from corral.workers.backends.files.weights import WeightShare
+from corral.workers.backends.files.weights import WeightShard
 from corral.workers.backends.fsdp.engine import FSDPEngine
 from corral.workers.backends.mesh_engine import MeshEngine
 from corral.workers.backends.parallel_context import ParallelContext
@@ -68,7 +68,7 @@ class RoleSave:
     """What a commit has of a role, as far as this rank writes it."""
 
     state: StateShard
-    weights: WeightShare | None
+    weights: WeightShard | None
     """None where the commit takes those that were published."""
 
     def copied(self) -> "RoleSave":
@@ -148,13 +148,13 @@ class RoleModel:
                 interface.load_state_dict(own)
 
     def save(self, *, with_weights: bool) -> RoleSave:
-        """This rank's share of what a commit has of the model, as it is until the next step."""
+        """This rank's shard of what a commit has of the model, as it is until the next step."""
         numbers: Numbers = {
             f"{name}/{key}": number
             for name, interface in self._interfaces.items()
             for key, number in interface.state_dict().items()
         }
-        weights = self.engine.weight_share() if with_weights else None
+        weights = self.engine.weight_shard() if with_weights else None
         return RoleSave(state=self.engine.state_shard(extra=numbers), weights=weights)
 
     @cached_property
@@ -287,7 +287,7 @@ class Models:
         return {str(name): model.loaded for name, model in self._models.items()}
 
     def generate(self, request: Generate) -> list[SampleMetadata]:
-        """Answer prompts, and keep what a data-parallel head has made of its share."""
+        """Answer prompts; a data-parallel head keeps the answers to its shard."""
         model = self._models[self._calls[request.mfc].model_name]
         assert self._generator is not None
         return self._generator.generate(model.engine.model, request, context=model.context)
@@ -302,7 +302,7 @@ class Models:
             self._store.put(sample.select_keys(["input_ids"]).with_key(key, named[key]).select_keys([key]))
 
     def train_step(self, request: TrainStep) -> TrainReply:
-        """Update a call's model on this rank's share of the batch; what that did is equal on all ranks."""
+        """Update a call's model on this rank's shard of the batch; what that did is equal on all ranks."""
         call, model, sample = self._inputs(request)
         engine, interface = model.ready_for(call)
         steps_before, nonfinite_before = engine.step, engine.num_nonfinite
@@ -319,7 +319,7 @@ class Models:
         )
 
     def evaluate(self, request: Evaluate) -> StatsReply | HeldOutReply:
-        """What the call's model makes of held-out rows, of those named or of its share of problems of its own."""
+        """Evaluate the call's model on the named held-out rows, or on its shard of its own held-out problems."""
         call, model, sample = self._inputs(request)
         if call.implementation == HELD_OUT_ANSWERS:
             assert self._generator is not None
@@ -345,11 +345,11 @@ class Models:
         return self._models[ModelName(role)].engine.save_weights(directory, base=base, on_progress=on_progress)
 
     def role_save(self, role: str, *, with_weights: bool) -> RoleSave:
-        """This rank's share of what a commit has of a role, as it is until the role's next step."""
+        """This rank's shard of what a commit has of a role, as it is until the role's next step."""
         return self._models[ModelName(role)].save(with_weights=with_weights)
 
     def _inputs(self, request: CallRequest) -> tuple[ModelFunctionCall, RoleModel, SequenceSample]:
-        """The call of a request, its model, and this rank's share of the samples by the interface's names."""
+        """The call of a request, its model, and this rank's shard of the samples by the interface's names."""
         call = self._calls[request.mfc]
         # A rank without samples still takes part in every collective, with no rows of the same keys.
         sample = self._store.gather(request.uids, call.input_keys).remap_keys(call.input_key_remap)

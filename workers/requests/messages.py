@@ -93,7 +93,7 @@ class CallRequest(MessageBody, frozen=True, kw_only=True):
 
     mfc: str
     uids: list[str]
-    """The receiver's own share of the batch; without any it takes part in the collectives, with no rows."""
+    """The receiver's own shard of the batch; without any it takes part in the collectives, with no rows."""
     take: DataTransfer | None = None
     """Of the inputs, what is not there yet."""
     offloads: bool = False
@@ -157,7 +157,7 @@ class SaveWeights(MessageBody, frozen=True, tag="save_weights"):
 
 
 class SaveCheckpoint(MessageBody, frozen=True, tag="save_checkpoint"):
-    """Copy this rank's share of what a commit has of the role, and write it beside later calls -> OkReply
+    """Copy this rank's shard of what a commit has of the role, and write it beside later calls -> OkReply
 
     The reply says that it is copied, and training may go on; when it is on disk, the reply to `Written` does.
     """
@@ -294,7 +294,7 @@ class StatsReply(MessageBody, frozen=True, tag="stats"):
 
 
 class HeldOutReply(MessageBody, frozen=True, tag="held_out"):
-    """What came out of a rank's share of the held-out problems."""
+    """What came out of a rank's shard of the held-out problems."""
 
     sums: dict[str, dict[str, float]]
     """As `sums_of` makes them, by name of the data set."""

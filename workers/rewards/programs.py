@@ -51,7 +51,7 @@ os.write(1, _asked["passed"].encode())
 
 @needs_sandbox
 def unit_tests(problem: Problem, answer: str) -> float:
-    """The share of the row's `tests` that the answer's program passes, 0.0 to 1.0.
+    """The fraction of the row's `tests` that the answer's program passes, 0.0 to 1.0.
 
     Raises:
         ValueError: if the row has no such tests.

@@ -115,7 +115,7 @@ class Length(FrozenConfig):
 
 
 class Repetition(FrozenConfig):
-    """Minus the share of an answer's n-grams of words that it has had before: 0.0 to above -1.0. After Yeo et al. 2025,
+    """Minus the fraction of an answer's n-grams of words that repeat earlier ones: 0.0 to above -1.0. Yeo et al. 2025,
     https://arxiv.org/abs/2502.03373, section on the cosine reward."""
 
     size: int = Field(default=3, ge=1)

@@ -51,7 +51,7 @@ _JSON = {"Content-Type": "application/json"}
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # deadlines are those of the phases
 _MOST_FAILED, _MOST_FAILED_ALONE = 4, 8  # requests for one answer in a row, the second if nobody has got a token since
 _NEWEST = 0.01
-_FIRST_SHARE = 0.4  # of the longest answer, while none has ended; as AReaL's manager takes it to be, always
+_FIRST_FRACTION = 0.4  # of the longest answer, while none has ended; AReaL's manager always expects this
 _STREAM_INTERVAL = 32  # tokens of an event: what a lost server costs an answer, and few enough events to cost nothing
 
 
@@ -123,7 +123,7 @@ class _Lengths:
     def further(self, remaining: int) -> int:
         """What is expected to come yet of an answer of which so many tokens may. That does not depend on how many have
         come: of lengths that spread widely those that have become long become longer still."""
-        mean = self._mean / self._weight if self._weight else _FIRST_SHARE * remaining
+        mean = self._mean / self._weight if self._weight else _FIRST_FRACTION * remaining
         return min(remaining, math.ceil(mean))
 
 

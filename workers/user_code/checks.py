@@ -21,7 +21,7 @@ Takes = Literal["answer", "answers", "episodes"]
 
 _MOST_SAID = 8192  # characters; `words` of a part of the reward asks for no more
 _MOST_NUMBERS = 1024  # beside a reward: each has a mean in metrics.jsonl
-_SHARE = 4  # of a deadline, after which no further answer is tried
+_TRIED_FRACTION = 0.25  # of a deadline, after which no further answer is tried
 _ODD_ANSWERS = ("", "####", "#### ,", "\\boxed{}", "-", "\u0664\u2212 \u7b54\u6848", "so it is " * 1000)
 LARGEST_REWARD = float(np.finfo(np.float32).max)  # rewards are float32 in a sample
 
@@ -139,7 +139,7 @@ def try_reward(
     answers, started = [*row.right, *row.others], time.monotonic()
     causes, judged = list[str](), dict[str, float]()
     for group in [answers] if is_of_groups else [[answer] for answer in answers]:
-        is_enough = is_async(reward) or time.monotonic() - started > timeout_s / _SHARE
+        is_enough = is_async(reward) or time.monotonic() - started > _TRIED_FRACTION * timeout_s
         if judged and group[0] not in row.right:
             break
         if judged and is_enough:
@@ -169,7 +169,7 @@ def fails_on(reward: Callable[..., Any], row: TriedRow, *, timeout_s: float) -> 
     """How a plain reward fails on an answer that a model may give, so that its prompt is lost; "" if it does not."""
     started = time.monotonic()
     for answer in _ODD_ANSWERS if what_it_takes(reward) == "answer" and not is_async(reward) else ():
-        if time.monotonic() - started > timeout_s / _SHARE:
+        if time.monotonic() - started > _TRIED_FRACTION * timeout_s:
             break
         try:
             checked_rewards(reward, reward(row.problem, answer), 1)

@@ -285,8 +285,8 @@ class Peers:
     """By which a source proves itself before it is told the key."""
     silence_s: float = _SILENCE_S
     """Longest time without a byte of a source."""
-    share_of_time: float = 0.5
-    """Of what there is, that all sources together may take; the shared file system has the rest."""
+    fraction_of_time: float = 0.5
+    """Of the time for staging, which all sources together may take; the shared file system has the rest."""
 
 
 class PeerFiles:
@@ -304,7 +304,7 @@ class PeerFiles:
         self._peers = peers
         self._digest = digest
         now = time.monotonic()
-        self._until = now + peers.share_of_time * (patience.deadline - now)
+        self._until = now + peers.fraction_of_time * (patience.deadline - now)
 
     def _find_way(self, source: str, name: str, expected: FileEntry) -> FileSource | None:
         if source in self.failed or time.monotonic() > self._until:
@@ -316,7 +316,7 @@ class PeerFiles:
         )
 
     def _pieces(self, url: str, size_bytes: int) -> Pieces:
-        """Each is what has come by then, so that who copies can see how long it takes."""
+        """The pieces as they arrive, so that the copying thread can check its deadline."""
         parts, state = urlsplit(url), "did not answer"
         connection = http.client.HTTPSConnection(parts.netloc, timeout=self._peers.silence_s, context=self._peers.tls)
         try:
@@ -333,8 +333,8 @@ class PeerFiles:
                 if not size:
                     raise NoSourceError(f"{url} ended with {remaining} bytes to come")
                 if time.monotonic() > self._until:
-                    share = self._peers.share_of_time
-                    raise NoSourceError(f"other hosts took {share:.0%} of the time, and had not given all")
+                    fraction = self._peers.fraction_of_time
+                    raise NoSourceError(f"other hosts took {fraction:.0%} of the time, and had not given all")
                 remaining -= size
                 yield buffer[:size]
         except (OSError, http.client.HTTPException) as error:

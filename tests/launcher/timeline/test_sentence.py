@@ -101,7 +101,7 @@ def test_the_sentence_names_what_was_slow(case: str) -> None:
 def test_the_dearest_is_said_first_what_else_was_slow_follows_and_what_took_little_is_not_told() -> None:
     spans = steps(("wait for a batch", 5.0), ("train step", 4.5), ("commit", 0.5))
     spans += groups([9, 40, 10], reward_s=30.0) + ranks(6.0, 0.1)
-    causes = [(round(cause.share, 2), str(cause)) for cause in explain_time(spans)]
+    causes = [(round(cause.fraction, 2), str(cause)) for cause in explain_time(spans)]
     assert [share for share, _ in causes] == [0.5, 0.5, 0.45]
     for (_, text), who in zip(causes, ("for its reward", SERVERS[1], "model_worker/1"), strict=True):
         assert who in text

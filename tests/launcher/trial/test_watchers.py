@@ -9,7 +9,7 @@ import pytest
 
 from corral.launcher.trial import watchers
 from corral.launcher.trial.view import Finding
-from corral.launcher.trial.watchers import RULES, dropped_share
+from corral.launcher.trial.watchers import RULES, dropped_fraction
 
 RECORDED = json.loads((Path(__file__).parents[2] / "golden" / "healthy-metrics.json").read_bytes())
 """By trial of the recipes, the numbers that rules look at, step by step; of supervised ones the last thirty."""
@@ -107,8 +107,8 @@ def test_drops_that_come_in_bursts_count_as_a_share_of_all_prompts() -> None:
         line["data/samples_dropped"] = 40.0 * (line["step"] >= 5)
     (found,) = findings_of(lines)
     assert found.text == "67% of the prompts of these steps were dropped, over 10 steps"
-    assert dropped_share(lines, range(1, 11)) == pytest.approx(40 / 60)
-    assert (dropped_share(lines, [5]), dropped_share(lines, [6])) == (pytest.approx(40 / 42), 0.0)
+    assert dropped_fraction(lines, range(1, 11)) == pytest.approx(40 / 60)
+    assert (dropped_fraction(lines, [5]), dropped_fraction(lines, [6])) == (pytest.approx(40 / 42), 0.0)
 
 
 @pytest.mark.parametrize("trial", sorted(RECORDED))

@@ -29,7 +29,7 @@ from corral.workers.backends import chunked_head
 from corral.workers.backends.chunked_head import (
     ChunkedHead,
     Question,
-    VocabularyShare,
+    VocabularyShard,
     install_chunked_head,
     likeliest_tokens,
     score_tokens,
@@ -383,10 +383,10 @@ def cut_case() -> Case:
 
 def play_rank(context: ParallelContext, directory: Path) -> None:
     """Everything that one of two ranks does: the head alone, then models trained through it."""
-    share = VocabularyShare(context.group, first=CUTS[context.rank].start)
-    found = cut_case().found(rows=CUTS[context.rank], share=share, chunk_tokens=3 + context.rank)
+    shard = VocabularyShard(context.group, first=CUTS[context.rank].start)
+    found = cut_case().found(rows=CUTS[context.rank], shard=shard, chunk_tokens=3 + context.rank)
     np.savez(directory / f"apart-{context.rank}.npz", **found)
-    asked = asked_scores(cut_case(), rows=CUTS[context.rank], share=share, chunk_tokens=3 + context.rank)
+    asked = asked_scores(cut_case(), rows=CUTS[context.rank], shard=shard, chunk_tokens=3 + context.rank)
     np.savez(directory / f"asked-{context.rank}.npz", **asked)
     chunked_head._CHUNK_BYTES = 4 * VOCAB_SIZE * FEW_TOKENS  # type: ignore[misc]
     for name in MODELS:

@@ -316,7 +316,7 @@ def test_a_source_that_does_not_speak_as_it_should_costs_time_and_nothing_else(
     assert published.digest is not None
     (tmp_path / "into").mkdir()
     with source_that(answer) as source:
-        asking = Peers(ADMIN_KEY, trust().client(), silence_s=0.2, share_of_time=0.01)
+        asking = Peers(ADMIN_KEY, trust().client(), silence_s=0.2, fraction_of_time=0.01)
         peers = PeerFiles(asking, published.digest, [source], patience())
         manifest = read_manifest(published.directory, published.digest)
         arrived = fill(published.directory, manifest, tmp_path / "into", patience(), peers)

@@ -139,8 +139,8 @@ def adapt_kl_coefficient(
     """The coefficient for the next step: larger if the policy went further from the reference than the target.
 
     Ziegler et al. 2019, https://arxiv.org/abs/1909.08593, sec. 2.2: the relative error, bounded by 0.2 on either
-    side, moves the coefficient by that share for every `horizon` answers; of more answers than that, one step moves it
-    no further, or it would turn negative at five times as many. A divergence that is not finite changes nothing.
+    side, moves the coefficient by that fraction for every `horizon` answers. With more answers, one step moves it no
+    further, or it would turn negative at five times as many. A divergence that is not finite changes nothing.
 
     Args:
         observed_kl: nats per answer, mean over the `num_answers` answers of the global batch.

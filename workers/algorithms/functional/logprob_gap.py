@@ -110,7 +110,7 @@ class LogprobGap:
     temperature_ratio: float
     """The trainer's temperature divided by the one that would explain the differences best."""
     explained_by_temperature: float
-    """Share of the squared differences that it explains, in [0, 1]."""
+    """Fraction of the squared differences that it explains, in [0, 1]."""
 
     @classmethod
     def of(cls, sums: dict[str, float], maxima: dict[str, float]) -> "LogprobGap":

@@ -61,7 +61,7 @@ def bradley_terry_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> Tensor
 def dpo_loss(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """[pairs] loss of direct preference optimisation: the margin is what the chosen answer's implicit reward is ahead.
 
-    Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. 7. With `label_smoothing` that share of the labels is
+    Rafailov et al. 2023, https://arxiv.org/abs/2305.18290, eq. 7. With `label_smoothing` that fraction of the labels is
     taken to be wrong: conservative DPO, E. Mitchell 2023, https://ericmitchell.ai/cdpo.pdf.
 
     A margin that is not finite gives a loss that is not, either (0 times infinity, if nothing else): an infinite one is

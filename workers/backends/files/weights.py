@@ -45,7 +45,7 @@ from corral.workers.checkpoint.manifest import ADAPTER_FOLDER, CorruptCheckpoint
 
 logger = logging.getLogger(__name__)
 
-MAX_SHARE: Final = 0.25  # of the file; a host saves little by a larger delta, and the rank spends more time on it
+MAX_DELTA_FRACTION: Final = 0.25  # of the file; a larger delta saves a host little, and takes the rank more time
 _MAX_ITEM_SIZE: Final = 4  # what the format of deltas knows
 
 
@@ -83,7 +83,7 @@ class WeightBase:
             self.given_up[name] = f"the version before cannot be read: {error}"
             return {"": write_tensors(path, tensors, on_progress=on_progress)}
         with base:
-            encoder = DeltaEncoder(base, itemsize=itemsize, max_bytes=int(self.files[name].size * MAX_SHARE))
+            encoder = DeltaEncoder(base, itemsize=itemsize, max_bytes=int(self.files[name].size * MAX_DELTA_FRACTION))
             entry = write_tensors(path, tensors, on_piece=encoder.add, on_progress=on_progress)
         content = encoder.content(base=self.files[name], result=entry)
         if not content:
@@ -248,8 +248,8 @@ def _write_part(
 
 # A version of the weights as one rank writes it: its files of the model, and what lies beside them.
 #
-# engine ──► WeightShare ──write──► files          the model is read as it is written, by all ranks together
-#                 └─copied──► WeightShare ──write──► the same files, later and without the others
+# engine ──► WeightShard ──write──► files          the model is read as it is written, by all ranks together
+#                 └─copied──► WeightShard ──write──► the same files, later and without the others
 #
 # Beside the weights lie small files: configuration, tokenizer, chat template.
 #
@@ -260,8 +260,8 @@ def _write_part(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightShare:
-    """What one rank writes of a version; `write` or `copied` is called once, by all ranks at the same place."""
+class WeightShard:
+    """One rank's part of a version of the weights. All ranks call either `write` or `copied`, once and together."""
 
     weights: Iterable[tuple[str, Tensor]]
     """Of the whole model, by the names and in the types that files have; read once and to its end."""
@@ -272,8 +272,8 @@ class WeightShare:
     adapter: Mapping[str, Tensor] | None
     """All that is trained, whole, by the model's names; None on other ranks than the first, and without adapters."""
 
-    def copied(self) -> "WeightShare":
-        """The same in host memory, as far as this rank writes it; a collective, and its `write` is none any more."""
+    def copied(self) -> "WeightShard":
+        """A copy of this rank's part in host memory. Collective. Writing the copy is not."""
         adapter = self.adapter and host_copies(self.adapter)
         return replace(self, weights=copy_own(self.weights, rank=self.rank, num_ranks=self.num_ranks), adapter=adapter)
 

@@ -376,7 +376,7 @@ class FSDPEngine(MeshEngine):
         content_of = local if self._hosted is None else self._hosted.content_of
         return make_shard(self._trained(), self._optimizer, header, rank=self.context.place, content_of=content_of)
 
-    def _read_share(self, stored: train_state.StoredState) -> None:
+    def _read_shard(self, stored: train_state.StoredState) -> None:
         read_state(stored, self._trained(), self._optimizer)
 
     # --- weights ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     x [T, H] ──┬─► q, k, v: rows of own heads ─► attention ─► o: columns of own heads ─► partial sums ─ all-reduce ─►
     (on every  └─► gate, up: own rows ──────────────────────► down: own columns ───────► partial sums ─ all-reduce ─►
      rank)
-    tokens ──► embedding: rows of own tokens, else 0 ─ all-reduce ─► x ... ──► output: rows of own tokens (`share`)
+    tokens ──► embedding: rows of own tokens, else 0 ─ all-reduce ─► x ... ──► output: rows of own tokens (`shard`)
 
 Between the halves of a layer every rank has all of x, so norms and what follows are computed alike on all ranks, and
 their weights are copies that stay equal bit for bit. The gradient that comes back into x is summed over the ranks once
@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from corral.experiments.inputs.decoder_config import TENSOR_PARALLEL_MODELS
-from corral.workers.backends.chunked_head import ChunkedHead, VocabularyShare
+from corral.workers.backends.chunked_head import ChunkedHead, VocabularyShard
 from corral.workers.backends.context_parallel import with_transpose
 from corral.workers.backends.lora import AdaptedLinear, drop_columns, is_adapter
 from corral.workers.backends.low_precision import CastingLinear, product
@@ -89,7 +89,7 @@ def _cut_vocabulary(model: Any, mesh: DeviceMesh) -> None:
     else:
         _cut(output, mesh, weight=0, bias=0)
     output.register_forward_pre_hook(partial(_sum_gradient, mesh), with_kwargs=True)
-    output.share = VocabularyShare(mesh.get_group(), first=mesh.get_local_rank() * local(output.weight).shape[0])
+    output.shard = VocabularyShard(mesh.get_group(), first=mesh.get_local_rank() * local(output.weight).shape[0])
 
 
 def _cut(module: Any, mesh: DeviceMesh, *, weight: int, bias: int | None = None) -> None:

@@ -4,7 +4,7 @@ micro-batches ─► stages of the model (below) ─► scores ─► loss ─�
                                                       distributed optimizer: norm over all ranks, step ◄┘
 
 What becomes of the gradients is told in `mesh_engine.py`; what differs from the fsdp backend is where a model's numbers
-are: layers are cut over the ranks of a stage, stages follow each other, and each data-parallel rank keeps a share of
+are: layers are cut over the ranks of a stage, stages follow each other, and each data-parallel rank keeps a shard of
 the optimizer.
 """
 
@@ -324,13 +324,13 @@ class MegatronEngine(MeshEngine):
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
         return self._state.shard(header, rank=self.context.place)
 
-    def _read_share(self, stored: train_state.StoredState) -> None:
-        """A collective: each rank gives the others its share of the weights, once it has read it."""
+    def _read_shard(self, stored: train_state.StoredState) -> None:
+        """A collective: each rank gives the others its shard of the weights, once it has read it."""
         self._state.read(stored)
         if self._optimizer is None:
             self._weights.round_averages()
         else:
-            self._optimizer.take_shares()
+            self._optimizer.take_shards()
 
     # --- weights ----------------------------------------------------------------------------------------------------
 

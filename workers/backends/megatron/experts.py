@@ -138,7 +138,7 @@ def expert_settings(config: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         # One matrix for each expert: Megatron's own grouped product is Transformer Engine's (GroupedExperts).
         "moe_grouped_gemm": False,
-        # Whether the shares of a token's experts add up to 1; those of a Mixtral always do.
+        # Whether the weights of a token's experts add up to 1; those of a Mixtral always do.
         "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
         "moe_layer_freq": [int(layer in sparse) for layer in range(config.num_hidden_layers)],
     }

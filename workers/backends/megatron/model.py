@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch import Tensor, nn
 
 from corral.scheduling.keys import KeyLayout
-from corral.workers.backends.chunked_head import WHOLE_VOCABULARY, VocabularyShare
+from corral.workers.backends.chunked_head import WHOLE_VOCABULARY, VocabularyShard
 from corral.workers.backends.heads import Head, question_of
 from corral.workers.backends.megatron.bridge import Bridge
 from corral.workers.backends.megatron.experts import GroupedExperts, Replay, mend_router
@@ -181,13 +181,13 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
         if self.head.has_score_layer:
             own = hidden[row.last_tokens] if self.head.layout is KeyLayout.PER_ANSWER else hidden
             return nn.functional.linear(own.float(), weight.float(), None if bias is None else bias.float())
-        share = WHOLE_VOCABULARY
+        shard = WHOLE_VOCABULARY
         if group.size() > 1:
             # The gather's own backward pass adds the parts of the gradient up.
             first = group.rank() * self.vocab_size // group.size()
-            share = VocabularyShare(group, first)
+            shard = VocabularyShard(group, first)
         question = question_of(row)
-        return question.answer(hidden[row.predicting], weight, dtype=self.config.params_dtype, share=share)
+        return question.answer(hidden[row.predicting], weight, dtype=self.config.params_dtype, shard=shard)
 
 
 def make_model(

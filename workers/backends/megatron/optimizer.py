@@ -1,6 +1,6 @@
-"""Megatron's distributed optimizer: each of d x c ranks keeps and updates its share of the parameters and moments.
+"""Megatron's distributed optimizer: each of d x c ranks keeps and updates its shard of the parameters and moments.
 
-gradients ── added up over the d x c ranks, each gets its share ──► AdamW ──► parameters, gathered again
+gradients ── added up over the d x c ranks, each gets its shard ──► AdamW ──► parameters, gathered again
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class StageOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def squared_norm(self) -> torch.Tensor:
-        """Of the gradients of this rank's shares, each number of which one rank of the mesh counts: a float64 scalar.
+        """Of the gradients of this rank's shards, each number of which one rank of the mesh counts: a float64 scalar.
 
         Megatron's own norm takes a collective for each of its optimizers, and a stage without experts has one less.
         """
@@ -55,20 +55,20 @@ class StageOptimizer(ChainedOptimizer):  # type: ignore[misc]
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update the shares, then gather all parameters once; each optimizer alone would gather those of the other."""
+        """Update the shards, then gather all parameters once; each optimizer alone would gather those of the other."""
         for optimizer in self.chained_optimizers:
             MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
         self._model.start_param_sync()
 
-    def take_shares(self) -> None:
-        """Make the model's parameters what the shares are, after these were read from elsewhere."""
+    def take_shards(self) -> None:
+        """Copy the shards into the model's parameters, after a state was loaded into the shards."""
         for optimizer in self.chained_optimizers:
             optimizer._copy_main_params_to_model_params()
         self._model.start_param_sync(force_sync=True)
 
 
 def make_optimizer(model: Any, config: OptimizerConfig, groups: ProcessGroupCollection) -> StageOptimizer:
-    """AdamW as `optimizers.py` sets it up, over the shares of Megatron's distributed optimizer.
+    """AdamW as `optimizers.py` sets it up, over the shards of Megatron's distributed optimizer.
 
     Megatron's own factory asks all ranks of the world for their parameter groups, which other models' ranks would not
     answer.

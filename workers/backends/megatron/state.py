@@ -2,8 +2,8 @@
 
 Of a model that follows another one by a moving average it is float32 weights, which are not in its files.
 
-    optimizer's share of a parameter, flat ──stretches──► boxes of q_proj, k_proj, ... ──► a file    (train_state.py)
-    optimizer's share of a parameter       ◄── filled, box by box ◄── files of any layout and backend
+    optimizer's shard of a parameter, flat ──stretches──► boxes of q_proj, k_proj, ... ──► a file    (train_state.py)
+    optimizer's shard of a parameter       ◄── filled, box by box ◄── files of any layout and backend
 
 Megatron's distributed optimizer cuts what a tensor-parallel rank has of a parameter, flattened, over the ranks that
 have the same. An output that is tied to the embedding is a copy on the last stage, which is read there and not written.
@@ -37,16 +37,16 @@ _STEP: Final = "step"
 _MOMENTS: Final = sorted(ADAMW - {_STEP})
 
 
-# Where a rank's share of a parameter lies in the tensors of the model: what is fused, cut and flattened, as boxes.
+# Where a rank's shard of a parameter lies in the tensors of the model: what is fused, cut and flattened, as boxes.
 #
 #     q_proj 0 1 2 3 4 5   k_proj 0 1   v_proj 0 1      tensors of the model, rows of heads
 #            └─────┬───────────┴───────────┘
 #     linear_qkv   q0 q1 q2 k0 v0 | q3 q4 q5 k1 v1      rows of groups of heads, cut over the ranks of a layer
-#                     └─ share ─┘                       flattened, cut over the ranks that have the same
+#                     └─ shard ─┘                       flattened, cut over the ranks that have the same
 #
 # Which row of a fused parameter is which row of which tensor is asked of the bridge, by giving it numbers of rows in
-# place of weights: mbridge alone knows. A share may begin and end within a row, so that each stretch of rows makes
-# three boxes at most. Values keep their order: a box is a view of the share.
+# place of weights: mbridge alone knows. A shard may begin and end within a row, so that each stretch of rows makes
+# three boxes at most. Values keep their order: a box is a view of the shard.
 
 
 class Stretch(NamedTuple):
@@ -62,10 +62,10 @@ class Stretch(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Values of a flat share that are together in a tensor of the model."""
+    """Values of a flat shard that are together in a tensor of the model."""
 
     offset: int
-    """Of the first value, within the share."""
+    """Of the first value, within the shard."""
     name: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
@@ -131,12 +131,12 @@ class Places:
 
 
 def boxes(stretches: Iterable[Stretch], width: int | None, start: int, length: int) -> Iterator[Box]:
-    """Where a flat share lies that is cut out of rows.
+    """Where a flat shard lies that is cut out of rows.
 
     Args:
         stretches: all of the rows, in their order.
         width: values of a row; None of a vector, whose values are rows.
-        start: first value of the share.
+        start: first value of the shard.
         length: number of its values.
     """
     for stretch in stretches:
@@ -168,8 +168,8 @@ def moved(start: tuple[int, ...], rows: int, columns: int, *, ndim: int) -> tupl
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What this rank keeps of one parameter."""
+class ParameterShard:
+    """This rank's shard of one parameter, and of its moments."""
 
     start: int
     """Its first value within the rank's part of the parameter, flattened."""
@@ -180,10 +180,10 @@ class Share:
 
 
 class StageState:
-    """The shares that one rank's optimizer has of master weights and moments.
+    """The shards that one rank's optimizer has of master weights and moments.
 
-    Without an optimizer: the averages of a model that follows another one, of which ranks that have the same write a
-    share each, and read all.
+    Without an optimizer: the moving averages of a model that follows another one. Ranks that hold the same average
+    write a shard each, and read all of it.
     """
 
     def __init__(self, weights: StageWeights, bridge: Bridge, optimizer: StageOptimizer | None) -> None:
@@ -195,7 +195,7 @@ class StageState:
         """This rank's parts of every parameter and its moments; no rank waits for another one."""
         if rank == 0:
             sizes, kinds = self._sizes(), (PARAMETER, *self._moments)
-            step = next((share.step for _, share in self._written() if share.step is not None), None)
+            step = next((shard.step for _, shard in self._written() if shard.step is not None), None)
             steps = float(header.step if step is None else step)  # all step together
             header = replace(
                 header,
@@ -203,7 +203,7 @@ class StageState:
                 scalars={f"{_STEP}.{name}": steps for name in sizes} if self._moments else {},
             )
         own = (
-            part for name, share in self._written() if self._weights.counts(name) for part in self._parts(name, share)
+            part for name, shard in self._written() if self._weights.counts(name) for part in self._parts(name, shard)
         )
         return state_shard(own, header, rank=rank)
 
@@ -216,34 +216,36 @@ class StageState:
         """
         stored.check(self._sizes(), (lambda _: ADAMW) if self._moments else None)
         wanted = []
-        for name, share in self._held():
-            if share.step is not None:
-                share.step.fill_(self._stored_step(stored.header, name))
-            for part in self._parts(name, share):
+        for name, shard in self._held():
+            if shard.step is not None:
+                shard.step.fill_(self._stored_step(stored.header, name))
+            for part in self._parts(name, shard):
                 if part.name in stored.header.sizes:
                     wanted.append(part)
                 else:
                     part.values.zero_()
         stored.fill(wanted)
 
-    def _held(self) -> Iterator[tuple[str, Share]]:
+    def _held(self) -> Iterator[tuple[str, ParameterShard]]:
         """What is read, by name; a parameter that other data-parallel ranks' optimizers keep has none."""
         if self._optimizer is None:
-            yield from ((name, Share(0, {PARAMETER: own.flatten()})) for name, own in self._weights.averages.items())
+            yield from (
+                (name, ParameterShard(0, {PARAMETER: own.flatten()})) for name, own in self._weights.averages.items()
+            )
             return
         for name, parameter in self._weights.parameters.items():
             for optimizer in self._optimizer.chained_optimizers:
                 if parameter in optimizer.model_param_gbuf_map:
-                    yield name, _share(parameter, optimizer)
+                    yield name, _parameter_shard(parameter, optimizer)
 
-    def _written(self) -> Iterator[tuple[str, Share]]:
-        """What is written, by name: of an average, which several ranks hold, each has a share."""
-        for name, share in self._held():
+    def _written(self) -> Iterator[tuple[str, ParameterShard]]:
+        """The shards to write, by name. Ranks that hold the same average write a shard of it each."""
+        for name, shard in self._held():
             if self._optimizer is None:
-                flat, group = share.tensors[PARAMETER], self._weights.replicas(name)
+                flat, group = shard.tensors[PARAMETER], self._weights.replicas(name)
                 first, end = (flat.numel() * place // group.size() for place in (group.rank(), group.rank() + 1))
-                share = Share(first, {PARAMETER: flat[first:end]})
-            yield name, share
+                shard = ParameterShard(first, {PARAMETER: flat[first:end]})
+            yield name, shard
 
     def _sizes(self) -> dict[str, tuple[int, ...]]:
         """Of the whole model's tensors, as modules of transformers have them."""
@@ -252,10 +254,10 @@ class StageState:
         whole = stack_experts(stored, self._bridge.expert_names, num_experts=self._bridge.num_experts)
         return {name: tuple(tensor.shape) for name, tensor in whole}
 
-    def _parts(self, name: str, share: Share) -> Iterator[Part]:
-        length = share.tensors[PARAMETER].numel()
-        for box in self._places.boxes(name, share.start, length):
-            for kind, tensor in share.tensors.items():
+    def _parts(self, name: str, shard: ParameterShard) -> Iterator[Part]:
+        length = shard.tensors[PARAMETER].numel()
+        for box in self._places.boxes(name, shard.start, length):
+            for kind, tensor in shard.tensors.items():
                 values = tensor[box.offset : box.offset + math.prod(box.shape)].view(box.shape)
                 yield Part(f"{kind}.{box.name}", box.start, values)
 
@@ -270,7 +272,7 @@ class StageState:
         return next(iter(steps.values()))
 
 
-def _share(parameter: nn.Parameter, optimizer: Any) -> Share:
+def _parameter_shard(parameter: nn.Parameter, optimizer: Any) -> ParameterShard:
     """Moments that no step has made yet are zero."""
     index, kind, bucket = optimizer.model_param_gbuf_map[parameter]
     kept = optimizer.gbuf_ranges[index][kind][bucket]["param_map"][parameter]
@@ -280,4 +282,6 @@ def _share(parameter: nn.Parameter, optimizer: Any) -> Share:
     for moment in _MOMENTS:
         state.setdefault(moment, torch.zeros_like(main.detach()))
     step = state.setdefault(_STEP, torch.zeros((), dtype=torch.float32, device=main.device))
-    return Share(kept["param"].start, {PARAMETER: main.detach(), **{name: state[name] for name in _MOMENTS}}, step)
+    return ParameterShard(
+        kept["param"].start, {PARAMETER: main.detach(), **{name: state[name] for name in _MOMENTS}}, step
+    )

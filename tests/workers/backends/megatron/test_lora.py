@@ -130,7 +130,7 @@ def train_adapters_alone(_: ParallelContext, directory: Path) -> None:
     assert engine.num_trained <= gradients < engine.num_parameters / 4  # Megatron rounds its buffers up
     for name, tensor in engine._weights.export():
         assert torch.equal(tensor, base[name].bfloat16()), name
-    assert {tensor.dtype for tensor in engine.weight_share().adapter.values()} == {torch.float32}
+    assert {tensor.dtype for tensor in engine.weight_shard().adapter.values()} == {torch.float32}
 
     engine.state_shard().write(directory / "state")
     with pytest.raises(ValueError, match="its own weights stay as they are"):
