@@ -122,14 +122,14 @@ def num_prompts_over_updates(trial: Trial) -> int:
 
 
 def check_generator_and_trainer_agreed(trial: Trial, *, nats: float = 1e-3) -> int:
-    """Tokens that were compared; the first step has some, and every attempt has told once that both sides agree."""
+    """Tokens that were compared; the first step has some, and each epoch tells once that both sides agree."""
     lines = [line for line in trial.metrics() if "gap/tokens" in line]
     assert [line["step"] for line in lines] == trial.train_steps()
     assert lines[0]["gap/tokens"] > 0
     apart = {line["step"]: line["gap/max"] for line in lines if line["gap/tokens"]}
     assert max(apart.values()) <= nats, apart
     told = trial.events("train_notice")
-    assert [notice["attempt"] for notice in told] == sorted({notice["attempt"] for notice in told})
+    assert [notice["epoch"] for notice in told] == sorted({notice["epoch"] for notice in told})
     assert told and not any(notice["is_alarm"] for notice in told), told
     return int(sum(line["gap/tokens"] for line in lines))
 

@@ -45,14 +45,14 @@ def test_everything_of_ones_own_takes_part_in_a_trial(
     monkeypatch.chdir(folder)  # where a user's files lie, and rl-submit is started
     trial = start_trial(
         "grpo",  # whose paths are those that the file has, too
-        num_rows=64,
+        num_rows=48,
         pause_s=0.02,
         file=file,
         overrides={
             "ref.path": material.model,
             "reward_model.path": material.model,
             "rollout.sampling.stop": json.dumps(list("0123456789")),
-            "control.commit_every": "4 steps",
+            "control.commit_every": "3 steps",
         },
     )
     trial.wait_for_steps(1)
@@ -73,7 +73,7 @@ def test_everything_of_ones_own_takes_part_in_a_trial(
     assert {key.name for key in plan.master.declared_keys} == {"fluency", "model_rewards", "surprise"}
     assert "surprise" in calls["actor_train"].input_keys and "fluency" not in calls["actor_train"].input_keys
     steps = [line for line in trial.metrics() if "ppo/loss" in line]
-    assert [line["step"] for line in steps] == list(range(1, 9))
+    assert [line["step"] for line in steps] == list(range(1, 7))
     for line in steps:
         assert 0.0 < line["gentle/worse_fraction"] < 1.0
         assert line["rewards/mean"] < 0.0  # a share of digits is not, a log-probability is

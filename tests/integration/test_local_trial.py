@@ -4,7 +4,7 @@ import json
 import shlex
 import socket
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from corral.experiments.exit_codes import CommandExit
 from corral.experiments.prompts.tokens import encode_prompt, eos_token_ids, load_tokenizer
 from corral.launcher.timeline.reader import spans_of, steps_of
 from corral.launcher.timeline.sentence import Figures
-from tests.integration.broken_agents import reads_a_field_that_no_row_has
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
     check_generator_and_trainer_agreed,
@@ -31,35 +30,38 @@ from tests.trace_format import check_format
 TORCH_FREE = ("master_worker/0", "gserver_manager/0", "rollout_worker/0")
 
 
-@pytest.mark.parametrize(
-    ("eta", "commit_every_steps", "transport", "shared_prompts"),
-    [(1, 1, "shared_memory", "off"), pytest.param(0, 3, "broadcast", "auto", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # the trial of test_synchronous_ppo.py is watched the same way
 def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
-    start_trial: Callable[..., Trial],
-    material: Material,
-    tmp_path: Path,
-    eta: int,
-    commit_every_steps: int,
-    transport: str,
-    shared_prompts: str,
+    start_trial: Callable[..., Trial], material: Material, tmp_path: Path
 ) -> None:
-    trial = start_trial(
-        num_rows=44,  # no multiple of the batch: the last one is smaller
-        num_passes=2,
-        pause_s=0.1,
-        overrides={
-            "rollout.max_head_offpolicyness": eta,
-            "control.commit_every": f"{commit_every_steps} steps",
-            "evaluation.every": "5 steps",
-            "evaluation.batch_size": 3,
-            "evaluation.more.twice": material.held_out,
-            "weights.transport": transport,
-            "actor.shared_prompts": shared_prompts,
-            "dataset.columns.temperature": "warmth",
-            "evaluation.dataset.columns.temperature": "warmth",  # which is not heeded
-        },
-    )
+    others = {"control.commit_every": "3 steps", "weights.transport": "broadcast", "actor.shared_prompts": "off"}
+    settings = watched_settings(material) | others
+    trial = start_trial(**WATCHED, overrides=settings | {"rollout.max_head_offpolicyness": 1})
+    check_watched_to_its_end(trial, material, tmp_path, eta=1, shares_prompts=False)
+
+
+WATCHED: Mapping[str, Any] = {"num_rows": 44, "pause_s": 0.1}  # no multiple of the batch: the last one is smaller
+NUM_STEPS = 6
+
+
+def watched_settings(material: Material) -> dict[str, object]:
+    """Of a trial for `check_watched_to_its_end`, beside its eta and whether it shares prompts."""
+    return {
+        "control.commit_every": "1 step",
+        "evaluation.every": "3 steps",
+        "evaluation.batch_size": 3,
+        "evaluation.more.twice": material.held_out,
+        "weights.transport": "shared_memory",
+        "actor.shared_prompts": "auto",
+        "dataset.columns.temperature": "warmth",
+        "evaluation.dataset.columns.temperature": "warmth",  # which is not heeded
+    }
+
+
+def check_watched_to_its_end(
+    trial: Trial, material: Material, tmp_path: Path, *, eta: int, shares_prompts: bool
+) -> None:
+    """Everything that a user sees of a trial from its start to its report."""
     trial.wait_for_steps(1)
     rows = trial.wait_until_running()
     assert set(rows) == set(WORKERS)
@@ -79,7 +81,7 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
     assert check_no_token_was_too_old(trial, eta=eta) == eta  # the bound is met, and made use of
-    assert trial.train_steps() == list(range(1, 12))
+    assert trial.train_steps() == list(range(1, NUM_STEPS + 1))
     compared = check_generator_and_trainer_agreed(trial)
     trained = sum(line.get("train/tokens", 0.0) for line in trial.metrics())
     assert compared == trained if eta == 0 else 0 < compared < trained
@@ -88,8 +90,8 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
     check_timeline(trial)
     evaluated = [line for line in trial.metrics() if "eval/accuracy" in line]
     steps = [line["step"] for line in evaluated]
-    assert (steps[0], steps[-1]) == (0, 11) and steps == sorted(set(steps)), "one at a time, and each once"
-    assert any(5 <= step < 11 for step in steps), "beside training"
+    assert (steps[0], steps[-1]) == (0, NUM_STEPS) and steps == sorted(set(steps)), "one at a time, and each once"
+    assert any(3 <= step < NUM_STEPS for step in steps), "beside training"
     for line in evaluated:
         assert line["eval/problems"] == line["eval/twice/problems"] == 8 and line["eval/unjudged"] == 0
         assert line["step"] <= line["eval/version_min"] <= line["eval/version_max"]
@@ -100,10 +102,10 @@ def test_a_trial_trains_every_prompt_once_and_within_the_staleness_bound(
         for name in ("eval", "eval/twice"):
             assert line[f"{name}/reward/mean"] == pytest.approx(reward)
             assert line[f"{name}/response_length/mean"] == length
-    assert ("answers of one prompt share it" in trial.logs("model_worker/0")) == (shared_prompts == "auto")
+    assert ("answers of one prompt share it" in trial.logs("model_worker/0")) is shares_prompts
     assert [event["code"] for event in trial.events("task_ended") if event["who"] != "redis"] == [0] * len(WORKERS)
     assert (trial.directory.exports_path / "final" / "model.safetensors").exists()
-    check_page(trial.directory.page_path, tmp_path, headline="COMPLETE step 11/11")
+    check_page(trial.directory.page_path, tmp_path, headline=f"COMPLETE step {NUM_STEPS}/{NUM_STEPS}")
 
 
 def check_kept_answers(trial: Trial) -> None:
@@ -135,7 +137,7 @@ def check_timeline(trial: Trial) -> None:
     told = figures.master_s["wait for a batch"]
     assert told == pytest.approx(sum(line["time/wait_s"] for line in lines), abs=0.1 * figures.wall_s)
     file = folder / "trace.json"
-    assert "spans of steps 1 to 11" in trial.run("rl-trace", "--steps", "all", "-o", str(file))
+    assert f"spans of steps 1 to {NUM_STEPS}" in trial.run("rl-trace", "--steps", "all", "-o", str(file))
     check_format(json.loads(file.read_bytes()))
     assert {span.worker for span in figures.spans} == set(WORKERS)
     rooms = {(span.worker.partition("/")[0], span.lane) for span in figures.spans}
@@ -161,24 +163,6 @@ def check_questions(trial: Trial, answer: dict[str, Any]) -> None:
         said = run_program(words, environment=trial.environment, exit_code=exit_code)
         if row in command:
             assert answer["uid"] in said, said
-
-
-@pytest.mark.slow  # tests/workers/rollout/test_agents.py has the worker's end, and test_supervisor.py what follows
-def test_an_agent_that_always_fails_ends_the_trial_and_its_line_is_named(start_trial: Callable[..., Trial]) -> None:
-    trial = start_trial(
-        num_rows=64,
-        overrides={
-            "rollout.agent": "broken_agents:reads_a_field_that_no_row_has",
-            "rollout.reward_retries": 0,
-        },
-    )
-    trial.wait_for_end("FAILED")
-    line = reads_a_field_that_no_row_has.__code__.co_firstlineno + 2
-    cause = f"KeyError: 'solution' (broken_agents.py:{line})"
-    shown = trial.logs("--errors")
-    assert "ended by: rollout_worker/0" in shown and cause in shown
-    assert cause in trial.run("rl-status") and cause in trial.run("rl-status", "--explain")
-    assert len(trial.events("task_ended", who="rollout_worker/0")) == 1, "no restart was spent on it"
 
 
 def greedy_answers(weights: Path, problems: Path) -> tuple[float, float]:

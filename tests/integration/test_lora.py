@@ -21,9 +21,10 @@ RANK, ALPHA = 4, 10.0
 PREFIX = "base_model.model."
 
 
+@pytest.mark.parametrize("allocation", ["hf:d1+fsdp:d1", "hf:d1+megatron:t2"])
 @pytest.mark.slow  # adapters are trained in tests/workers/backends, and served in test_backends.py
 def test_adapters_are_started_from_trained_served_and_resumed_from_and_the_base_stays(
-    start_trial: Callable[..., Trial], material: Material, tmp_path: Path
+    start_trial: Callable[..., Trial], material: Material, tmp_path: Path, allocation: str
 ) -> None:
     base = load_file(material.model / "model.safetensors")
     started_from = write_adapter(tmp_path / "adapter", base)
@@ -31,6 +32,7 @@ def test_adapters_are_started_from_trained_served_and_resumed_from_and_the_base_
         num_rows=40,
         pause_s=0.1,
         overrides={
+            "allocation": allocation,
             "actor.lora": f"{{rank: {RANK}, alpha: {ALPHA}, adapter: {started_from}}}",
             "actor.optimizer.lr": 1e-2,
             "weights.transport": "lora",
@@ -60,8 +62,9 @@ def test_adapters_are_started_from_trained_served_and_resumed_from_and_the_base_
     assert_is_base_and_adapter(final, base, adapter)
     last = max(trial.directory.checkpoints_path.glob("step-*"))
     assert read_adapter(last / "weights").keys() == adapter.keys()
-    (state,) = (load_file(path) for path in (last / "state" / "actor").glob("*.safetensors"))
-    assert {name.partition(".")[2].partition("[")[0] for name in state} == adapter.keys()
+    states = [load_file(path) for path in (last / "state" / "actor").glob("*.safetensors")]
+    if "fsdp" in allocation:  # megatron-core has names of its own
+        assert {name.partition(".")[2].partition("[")[0] for state in states for name in state} == adapter.keys()
     config = json.loads((final / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (RANK, ALPHA, str(material.model))
 

@@ -1,26 +1,32 @@
-"""A GRPO trial whose policy is trained by megatron-core over tensor-parallel ranks."""
+"""Trials whose policy is trained by megatron-core over tensor-parallel ranks.
 
+The agent of one talks in several turns: it is trained on, evaluated, and evaluated again by rl-eval.
+"""
+
+import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from corral.experiments.trial.evaluation import read_result, result_path
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
+    check_generator_and_trainer_agreed,
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
-from tests.integration.test_lora import ALPHA, RANK, assert_is_base_and_adapter, read_adapter, write_adapter
-from tests.integration.trial_helpers import Material, Trial
+from tests.integration.trial_helpers import Trial
 
 
-def test_a_trial_on_megatron_survives_the_kill_of_a_rank(start_trial: Callable[..., Trial]) -> None:
+def test_a_trial_of_an_agent_on_megatron_survives_the_kill_of_a_rank(start_trial: Callable[..., Trial]) -> None:
     trial = start_trial(
-        num_rows=48,
+        num_rows=36,
         pause_s=0.1,
         overrides={
+            "train_batch_size": 6,
             "allocation": "hf:d1+megatron:t2",
+            "rollout.agent": "talking_agents:two_turns",
+            "rollout.agent_processes": 1,
             "control.commit_every": "2 steps",
             "evaluation.every": "1000 steps",
         },
@@ -35,37 +41,27 @@ def test_a_trial_on_megatron_survives_the_kill_of_a_rank(start_trial: Callable[.
     trial.wait_for_end()
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
-    assert trial.train_steps() == list(range(1, 7))
-
-
-@pytest.mark.slow
-def test_adapters_are_trained_by_megatron_served_and_resumed_from(
-    start_trial: Callable[..., Trial], material: Material, tmp_path: Path
-) -> None:
-    base = load_file(material.model / "model.safetensors")
-    trial = start_trial(
-        num_rows=40,
-        pause_s=0.1,
-        overrides={
-            "allocation": "hf:d1+megatron:t2",
-            "actor.lora": f"{{rank: {RANK}, alpha: {ALPHA}, adapter: {write_adapter(tmp_path / 'adapter', base)}}}",
-            "actor.optimizer.lr": 1e-2,
-            "weights.transport": "lora",
-            "control.commit_every": "2 steps",
-            "evaluation.every": "1000 steps",
-        },
-    )
-    trial.wait_for_steps(3)
-    trial.kill("model_worker/1")
-    trial.full_speed()
-    trial.wait_for_end()
-    first = next(line for line in trial.metrics() if line["step"] == 1 and "gap/tokens" in line)
-    assert first["gap/tokens"] > 0 and first["gap/max"] < 1e-3  # servers answer with base and adapter
-    check_nothing_is_left(trial)
-    check_every_sample_was_consumed_once(trial)
     check_no_token_was_too_old(trial, eta=1)
-    assert trial.train_steps() == [1, 2, 3, 4, 5]
-    log = trial.directory.worker_log(0, "generation_server", 0).read_text()
-    assert "files from the version before, 0 read whole" in log
-    final = trial.directory.exports_path / "final"
-    assert_is_base_and_adapter(final, base, read_adapter(final))
+    check_generator_and_trainer_agreed(trial)
+    assert trial.train_steps() == list(range(1, 7))
+    check_turns(trial)
+
+
+def check_turns(trial: Trial) -> None:
+    """What the agent said and did is in all records, and rl-eval lets it play again."""
+    steps = [line for line in trial.metrics() if "episode/turns" in line]
+    assert [line["step"] for line in steps] == trial.train_steps()
+    for line in steps:
+        assert line["episode/turns"] == 2.0 and line["episode/sequences"] == 1.0 and line["episode/ended/length"] == 0.0
+        assert -1.0 <= line["notes/gained"] <= 1.0
+    (row,) = map(json.loads, trial.run("rl-samples", "-n", "1", "-o", "jsonl").splitlines())
+    assert row["remarks"].startswith("noted: gained ")
+    shown = trial.run("rl-samples", "--show", f"{row['uid']}#{row['sequence']}")
+    assert row["remarks"] in shown and shown.count("tokens made ──") == shown.count("tokens given ──") == 2
+    evaluated = [line for line in trial.metrics() if "eval/reward/mean" in line]
+    assert all(line["eval/problems"] == 8 and line["eval/unjudged"] == 0 for line in evaluated)
+    assert {0, 6} <= {line["step"] for line in evaluated}
+    trial.run("rl-eval", "--local")
+    result = read_result(result_path(trial.directory.evaluations_path, trial.train_steps()[-1]))
+    assert result is not None and (result.source, result.num_prompts) == ("exports/final", 8)
+    assert result.mean_reward == pytest.approx(evaluated[-1]["eval/reward/mean"])

@@ -2,13 +2,15 @@
 
 Two sources in their shares, some rows filtered out, groups of equal rewards dropped; and then by a curriculum, whose
 order is known from the start, or by a sampler of the user's own, whose order follows from rewards. In the first trial
-each source has a teacher of its own, who is learned from beside the rewards.
+each source has a teacher of its own, who is learned from beside the rewards, and a frozen model judges answers, on a
+server of its own, which is lost, too.
 """
 
 import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,15 +22,18 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from corral.experiments.plan import RunPlan
+from corral.experiments.prompts.tokens import encode_answer, load_tokenizer
 from corral.experiments.worker_specs import GserverManagerSpec
 from corral.launcher.samples import KeptAnswers
 from corral.workers.checkpoint.ledger import Ledger, numbers_of
 from corral.workers.data.arithmetic import write_model
 from corral.workers.data.prompts import PlannedPrompts, split_uid
 from corral.workers.master.drawn_prompts import DrawnPrompts
-from tests.integration.evidence import audited, check_nothing_is_left
+from tests.integration.evidence import audited, check_generator_and_trainer_agreed, check_nothing_is_left
 from tests.integration.paced_rewards import rewards_by_row
 from tests.integration.trial_helpers import ROOT, Material, Trial, read_lines, write_rows
 
@@ -43,7 +48,32 @@ PARTS = {
     },
 }
 """Which are `by_row` together, as these are numbers that floats have."""
+JUDGE: dict[str, Any] = {
+    "function": "corral.workers.rewards:Judge",
+    "settings": {
+        "url": "trial",
+        "prompt": "{problem[prompt]}{answer}",
+        "verdict": "([0-9])",
+        "sampling": {"max_tokens": 3},
+    },
+}
 USERS_FILE = re.search(r"```python\n(# my_prompts\.py\n.*?)```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL)
+
+
+def saying(text: str, model: Path, directory: Path) -> Path:
+    """A model that says this again and again, whatever it is told."""
+    shutil.copytree(model, directory)
+    judge = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    (token,) = encode_answer(load_tokenizer(model), text)
+    with torch.no_grad():
+        for layer in judge.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        for embedding in (judge.get_input_embeddings(), judge.get_output_embeddings()):
+            embedding.weight.fill_(1.0)
+            embedding.weight[token] = 2.0
+    judge.save_pretrained(directory)
+    return directory
 
 
 def begin(
@@ -78,12 +108,13 @@ def begin(
     )
 
 
-def outlive(trial: Trial, *, after_steps: int, kills_all: bool = False) -> list[str]:
-    """Over deaths of trainer and manager, perhaps of all and a stop, to its end; the uids trained, in their order."""
+def outlive(trial: Trial, *victims: str, after_steps: int, kills_all: bool = False) -> list[str]:
+    """Over the deaths of some, perhaps of all and a stop, to its end; the uids trained, in their order."""
     trial.wait_for_steps(after_steps)
     trial.kill("master_worker/0")
     trial.wait_for_steps(1)
-    trial.kill("gserver_manager/0")
+    for victim in ("gserver_manager/0", *victims):
+        trial.kill(victim)
     if kills_all:
         trial.wait_for_steps(1)
         for pid in trial.processes():  # workers, supervisor and Redis; who keeps them starts them again
@@ -105,7 +136,7 @@ def prompts_of(trial: Trial) -> tuple[PlannedPrompts, dict[str, list[float]]]:
     return prompts, {row: rewards_by_row(row.partition("/")[2], GROUP) for row in prompts.row_ids}
 
 
-def test_shares_and_a_curriculum_outlive_trainer_and_manager(
+def test_shares_a_curriculum_and_a_judge_outlive_trainer_manager_and_the_judges_server(
     start_trial: Callable[..., Trial], material: Material, tmp_path: Path
 ) -> None:
     write_model(tmp_path / "teacher", seed=2, hidden_size=32, num_layers=2)
@@ -113,9 +144,18 @@ def test_shares_and_a_curriculum_outlive_trainer_and_manager(
         "teachers": f"{{many: {{path: {material.model}}}, few: {{path: {tmp_path / 'teacher'}}}}}",
         "ppo.distillation.coef": 0.1,
         "ppo.distillation.top_k": 5,
+        "allocation": "hf:d2+fsdp:d1",
+        "rollout.judge.path": saying("7", material.model, tmp_path / "judge"),
+        "rollout.reward": json.dumps(PARTS | {"good": JUDGE}),
     }
     trial = begin(start_trial, tmp_path, passes=2, order=", order: level", **taught)
-    trained = outlive(trial, after_steps=2)
+    trained = outlive(trial, "generation_server/1", after_steps=2)
+    check_generator_and_trainer_agreed(trial)  # whose answers the judge has not made
+    lost, last = trial.events("task_ended", who="generation_server/1")
+    assert (lost["code"], last["code"]) == (-9, 0)
+    assert "own judge" in trial.run("rl-eval", "--local", exit_code=2)
+    evaluated = [line["eval/reward/mean"] for line in trial.metrics() if "eval/reward/mean" in line]
+    assert len(evaluated) >= 2 and min(evaluated) >= 7.0
     prompts, rewards = prompts_of(trial)
     planned = list(prompts.uids(seed=SEED, num_epochs=2))
     assert trained == [uid for uid in planned if len(set(rewards[split_uid(uid)[1]])) > 1]
@@ -125,14 +165,15 @@ def test_shares_and_a_curriculum_outlive_trainer_and_manager(
     steps = [line for line in trial.metrics() if "rewards/mean" in line]
     for line in steps:
         most, rest, short = (line[f"reward/part/{name}"] for name in PARTS)
-        assert line["rewards/mean"] == pytest.approx(0.75 * most + 0.25 * rest, abs=1e-6)
+        assert line["reward/part/good"] == 7.0
+        assert line["rewards/mean"] == pytest.approx(0.75 * most + 0.25 * rest + 7.0, abs=1e-5)
         assert short <= 0.0 <= line["reward/seconds"] <= line["reward/seconds/max"]
     assert steps and any(line["reward/part/short"] < 0.0 for line in steps)
     assert all(0.0 < line["ppo/teacher_kl"] < 10.0 for line in steps)
     answers = KeptAnswers(trial.directory.samples_path)
     for kept in answers.read(answers.steps("all"), is_whole=False):
         most, rest, short = (kept[f"part_{name}"] for name in PARTS)
-        assert kept["reward"] == pytest.approx(0.75 * most + 0.25 * rest, abs=1e-6) and short <= 0.0
+        assert kept["reward"] == pytest.approx(0.75 * most + 0.25 * rest + 7.0, abs=1e-5) and short <= 0.0
     assert answers.read(answers.steps("all"), where="part_short < 0", sort="part_most", is_whole=False)
     named = {name for line in steps for name in line if "/source/" in name}
     of_drops = {name for name in named if name.startswith("data/dropped/filtered/source/")}

@@ -1,4 +1,9 @@
-"""A stranger on the node where a trial runs: finds every port, and gets nothing out of any of them."""
+"""A stranger on the node where a trial runs: finds every port, and gets nothing out of any of them.
+
+Then kill -9 of every kind of process, one after the other: the trial goes on by itself and loses nothing. The stranger
+wants every port of what is killed, and gets most of them at once: he hears no secret, and changes nothing. At last the
+trial is stopped at once, and goes on from its last commit.
+"""
 
 import contextlib
 import json
@@ -6,7 +11,7 @@ import random
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -18,14 +23,32 @@ from zmq.utils.monitor import recv_monitor_message
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.experiments.trial.trust import Trust
 from corral.launcher.trial.redis_server import connect_name_service
-from tests.integration.evidence import find_secrets
+from tests.integration.evidence import (
+    History,
+    check_every_sample_was_consumed_once,
+    check_no_token_was_too_old,
+    check_nothing_is_left,
+    find_secrets,
+)
 from tests.integration.test_evaluation import check_evaluations, sampled
-from tests.integration.test_kill_each_kind import LONG, NUM_STEPS, SETTINGS, check_it_outlives_kills_and_a_stop
-from tests.integration.trial_helpers import WORKERS, Material, Trial, submit
+from tests.integration.test_stop_and_resume import check_stopped, last_committed_step
+from tests.integration.trial_helpers import WORKERS, Material, Trial, read_lines, submit
+from tests.strangers import Stranger
 from tests.workers.trusted import redis_client
 
 NUM_BLOBS = 1000
 COMMIT_EVERY_STEPS = 3
+VICTIMS = (
+    "rollout_worker/0",
+    "generation_server/0",
+    "gserver_manager/0",
+    "redis",
+    "model_worker/0",
+    "master_worker/0",
+    "supervisor",
+)
+ENDS_AN_EPOCH = VICTIMS[-3:]
+NUM_STEPS = 34
 ROLE_BY_STREAM = {
     "streams/master": "model_worker",
     "streams/trajectories/0": "rollout_worker",
@@ -68,8 +91,16 @@ def target(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "grpo",
         tmp_path_factory.mktemp("target"),
         material,
-        **LONG,
-        overrides=SETTINGS | sampled(material) | {"control.commit_every": f"{COMMIT_EVERY_STEPS} steps"},
+        num_rows=102,
+        num_passes=2,
+        pause_s=0.1,
+        overrides=sampled(material)
+        | {
+            "train_batch_size": 6,
+            "control.commit_every": f"{COMMIT_EVERY_STEPS} steps",
+            "evaluation.every": "1000 steps",
+            "actor.offload": "optimizer",  # what is gone on from lies in host memory
+        },
     )
     try:
         trial.wait_for_steps(1)
@@ -191,9 +222,75 @@ def test_the_trial_trains_on_tells_nobody_its_secrets_and_outlives_whoever_is_ki
     trial.wait_for_steps(2)
     assert {row["restarts"] for row in trial.workers().values()} == {0}
     assert find_secrets(trial.directory, canaries) == {"secrets/secrets.json", "secrets/server.pem"}
-    check_it_outlives_kills_and_a_stop(trial, commit_every_steps=COMMIT_EVERY_STEPS)
+    check_it_outlives_kills_and_a_stop(trial, canaries)
     check_evaluations(trial, [0, NUM_STEPS])
     assert find_secrets(trial.directory, canaries) == set()
+
+
+def check_it_outlives_kills_and_a_stop(trial: Trial, secrets: Sequence[str]) -> None:
+    """A trial of NUM_STEPS that nothing has happened to yet is taken to its end."""
+    with Stranger() as stranger:
+        reached = _kill_each_kind(trial, stranger)
+        rows = trial.wait_until_running()
+        # Each once for itself, and once because a new supervisor starts everything anew.
+        assert {worker: row["restarts"] for worker, row in rows.items()} == dict.fromkeys(WORKERS, 2)
+        assert [event["code"] for event in trial.events("task_ended", who="redis") if not event["caused_by"]] == [-9]
+        assert trial.events("leftovers_killed") == []  # workers and Redis end with their supervisor
+        trial.wait_for_uncommitted_step(commit_every_steps=COMMIT_EVERY_STEPS)
+    heard = stranger.everything_heard()
+    assert not [secret for secret in secrets if secret.encode() in heard] and b"Authorization" not in heard
+
+    assert "STOPPED" in trial.run("rl-stop", "--now")
+    reached.append(trial.train_steps()[-1])
+    check_stopped(trial, by_epoch=None)  # the supervisor fenced the trial before it killed anyone
+    # The line of a step is written before its commit, so what is committed has one.
+    assert 0 < last_committed_step(trial) <= reached[-1]
+    trial.full_speed()
+    trial.run_resume()
+    trial.wait_for_end()
+
+    check_nothing_is_left(trial)
+    check_every_sample_was_consumed_once(trial)
+    assert check_no_token_was_too_old(trial, eta=1) == 1
+    history = History.of(trial)
+    epochs = [entry["epoch"] for entry in history.entries.values() if entry["kind"] == "claim"]
+    committed = [history.entries[history.continued_by(epoch)]["step"] for epoch in epochs[1:]]
+    assert len(committed) == len(reached)
+    assert any(kept < step for kept, step in zip(committed, reached, strict=True))  # something was taken back
+    # And yet each step of the lineage has one line, and so has each of its samples.
+    assert trial.train_steps() == list(range(1, NUM_STEPS + 1))
+    assert sorted(line["uid"] for line in read_lines(trial.directory.trajectories_path)) == sorted(trial.uids)
+    assert "trial grpo/trial is complete" in trial.run_resume()
+
+
+def _kill_each_kind(trial: Trial, stranger: Stranger) -> list[int]:
+    """The train step that was reached before each kill that ends an epoch."""
+    reached: list[int] = []
+    for victim in VICTIMS:
+        # Right after a commit there would be nothing to take back.
+        trial.wait_for_uncommitted_step(commit_every_steps=COMMIT_EVERY_STEPS)
+        if victim in ENDS_AN_EPOCH:
+            reached.append(trial.train_steps()[-1])
+        wanted = _ports_of(trial.pid(victim)) if victim not in ("redis", "supervisor") else {_port_of_redis(trial)}
+        stranger.want(wanted)
+        trial.kill(victim)
+        trial.wait_for_steps(1)
+        if victim == "redis":
+            assert wanted == {_port_of_redis(trial)}  # the supervisor has kept it all the while
+        else:
+            # A rollout worker asks, and listens nowhere.
+            assert bool(wanted) is (victim != "rollout_worker/0") and wanted <= stranger.taken.keys()
+    return reached
+
+
+def _ports_of(pid: int) -> set[int]:
+    """Where a process listens."""
+    connections = psutil.Process(pid).net_connections("tcp")
+    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+def _port_of_redis(trial: Trial) -> int:
+    return int(json.loads(trial.directory.rendezvous_path.read_bytes())["port"])
 
 
 def connect(target: Target, *, username: str | None, password: str | None) -> "redis.Redis":

@@ -1,8 +1,7 @@
-"""The arithmetic GRPO recipe with a real server of SGLang, and one whose scheduler is killed in the middle."""
+"""Trials with a real server of SGLang: one of an environment, and the GRPO recipe, whose processes are killed."""
 
 import contextlib
 import os
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from corral.experiments.trial import leftovers
 from corral.experiments.trial.secrets import TrialSecrets
 from corral.launcher.trial.processes import descendants_of, process_start_ticks
+from tests.environments import needs_environments
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
     check_generator_and_trainer_agreed,
@@ -20,7 +20,7 @@ from tests.integration.evidence import (
     check_nothing_is_left,
     find_secrets,
 )
-from tests.integration.trial_helpers import Trial, looking
+from tests.integration.trial_helpers import Material, Trial, looking, submit_environment
 
 _START_S = 480.0  # SGLang's own start is 20 s of computing, beside the trial's
 
@@ -31,46 +31,32 @@ def schedulers(trial: Trial) -> list[int]:
     return [child.pid for child in worker.children(recursive=True) if "scheduler" in child.name()]
 
 
-# That a scheduler's death is noticed is in test_backends.py, and a backend's restart in test_generation_server.py.
-@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "killed"])
-def test_a_trial_is_answered_by_sglang_also_after_its_scheduler_was_killed(
-    start_trial: Callable[..., Trial], is_killed: bool
+@needs_environments
+def test_tasks_of_an_environment_are_answered_by_sglang_and_trained_on_once_whoever_plays_them_is_lost(
+    material: Material, tmp_path: Path
 ) -> None:
-    trial = start_trial(
-        num_rows=32,
-        pause_s=0.1,
-        overrides={"allocation": "sglang:d1+fsdp:d1", "evaluation.every": "1000 steps"},
-    )
-    secrets = [secret.reveal() for secret in TrialSecrets.load(trial.directory.secrets_path).values()]
-    trial.wait_for_steps(1, timeout_s=_START_S)
-    if is_killed:
-        _kill_scheduler(trial)
-    assert find_secrets(trial.directory, secrets) == {"secrets/secrets.json", "secrets/server.pem"}
-    trial.full_speed()
-    trial.wait_for_end()
+    trial = submit_environment(tmp_path, material, num_tasks=48, overrides={"allocation": "sglang:d1+fsdp:d1"})
+    try:
+        secrets = [secret.reveal() for secret in TrialSecrets.load(trial.directory.secrets_path).values()]
+        trial.wait_for_steps(1, timeout_s=_START_S)
+        trial.kill("rollout_worker/0")
+        assert find_secrets(trial.directory, secrets) == {"secrets/secrets.json", "secrets/server.pem"}
+        trial.wait_for_end()
+        check_end(trial, num_steps=6, num_starts=1)
+        assert [line["eval/problems"] for line in trial.metrics() if "eval/problems" in line] == [4.0, 4.0]
+    finally:
+        trial.close()
 
+
+def check_end(trial: Trial, *, num_steps: int, num_starts: int) -> None:
+    """All was trained once, on answers of so many starts of SGLang."""
     check_nothing_is_left(trial)
     check_every_sample_was_consumed_once(trial)
     check_no_token_was_too_old(trial, eta=1)
-    assert trial.train_steps() == list(range(1, 5))
+    assert trial.train_steps() == list(range(1, num_steps + 1))
     check_generator_and_trainer_agreed(trial)
     log = trial.directory.worker_log(0, "sglang", 0).read_text()
-    assert log.count("The server is fired up and ready to roll!") == 1 + is_killed
-
-
-def _kill_scheduler(trial: Trial) -> None:
-    """And until another one answers."""
-    [scheduler] = schedulers(trial)
-    os.kill(scheduler, signal.SIGKILL)
-    note = trial.wait_for(
-        lambda: "SGLang" in (said := trial.status()["note"]) and said, "rl-status to say what it ended of"
-    )
-    assert re.search(r"generation_server/0 restarting.*\(restart \d\): SGLang (ended|at)", note)
-    trial.wait_for(lambda: schedulers(trial) not in ([], [scheduler]), "SGLang to be started again", timeout_s=_START_S)
-    trial.wait_for_steps(1, timeout_s=_START_S)
-    rows = trial.wait_until_running()
-    restarts = {worker: row["restarts"] for worker, row in rows.items()}
-    assert restarts.pop("generation_server/0") >= 1 and not any(restarts.values())
+    assert log.count("The server is fired up and ready to roll!") == num_starts
 
 
 class Traces:

@@ -1,6 +1,6 @@
 """rl-stop half-way, and rl-submit --resume on other ranks: nothing is trained twice or left out.
 
-On the same ranks it is in test_customized_trial.py, and a stop at once in test_kill_each_kind.py.
+On the same ranks it is in test_customized_trial.py, and a stop at once in test_security.py.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,7 @@
-"""Generation as a call of the graph: the same machine, one thing after the other."""
+"""Generation as a call of the graph: the same machine, one thing after the other.
+
+The asynchronous trial that it is compared with is the one that is watched from rl-submit to its report.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,20 +12,21 @@ import yaml
 
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
-    check_generator_and_trainer_agreed,
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
+from tests.integration.test_local_trial import (
+    NUM_STEPS,
+    WATCHED,
+    check_watched_to_its_end,
+    watched_settings,
+)
 from tests.integration.trial_helpers import RECIPES, Material, Trial, submit
-
-NUM_STEPS = 5
 
 
 def alike(material: Material) -> dict[str, object]:
     """Few steps, that learn from rewards and from the model that they begin with, which reads the answer instead."""
     return {
-        "control.max_steps": NUM_STEPS,
-        "evaluation": "null",
         "actor.optimizer.lr": 1e-3,
         "ppo.n_minibatches": 2,
         "teacher.path": material.model,
@@ -70,8 +74,9 @@ def check_same_training(first: Trial, second: Trial) -> None:
 def in_turns(material: Material, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
     """A synchronous trial that has ended."""
     folder = tmp_path_factory.mktemp("in_turns")
-    alarmed = alike(material) | {"ppo.gap_alarm": 1e-9}  # by rounding alone
-    trial = submit("grpo", folder, material, num_rows=40, overrides=alarmed, file=synchronous(folder))
+    alarmed = alike(material) | {"ppo.gap_alarm": 1e-9, "evaluation": "null"}  # by rounding alone
+    rows = WATCHED["num_rows"]
+    trial = submit("grpo", folder, material, num_rows=rows, overrides=alarmed, file=synchronous(folder))
     try:
         trial.wait_for_end()
         yield trial
@@ -80,11 +85,11 @@ def in_turns(material: Material, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
-    start_trial: Callable[..., Trial], in_turns: Trial, material: Material
+    start_trial: Callable[..., Trial], in_turns: Trial, material: Material, tmp_path: Path
 ) -> None:
-    at_once = alike(material) | {"rollout.max_head_offpolicyness": 0}
-    asynchronous = start_trial("grpo", num_rows=40, overrides=at_once)
-    asynchronous.wait_for_end()
+    at_once = watched_settings(material) | alike(material) | {"rollout.max_head_offpolicyness": 0}
+    asynchronous = start_trial("grpo", **WATCHED, overrides=at_once)
+    check_watched_to_its_end(asynchronous, material, tmp_path, eta=0, shares_prompts=True)
     for trial in (asynchronous, in_turns):
         check_nothing_is_left(trial)
         check_every_sample_was_consumed_once(trial)
@@ -93,7 +98,6 @@ def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
             assert line["reward/part/digits"] == pytest.approx(line["rewards/mean"], abs=1e-6)
             assert 0.0 < line["reward/seconds"] <= line["reward/seconds/max"]
     check_same_training(in_turns, asynchronous)
-    check_generator_and_trainer_agreed(asynchronous)
     shown = in_turns.run("rl-status")
     assert (
         in_turns.status()["state"] == "COMPLETE"
@@ -108,8 +112,8 @@ def test_a_replica_on_ranks_of_its_own_generates_what_the_policy_would(
 ) -> None:
     apart = start_trial(
         "grpo",
-        num_rows=40,
-        overrides=alike(material) | {"allocation": "actor,teacher=fsdp:d1,generation=fsdp:d1"},
+        num_rows=WATCHED["num_rows"],
+        overrides=alike(material) | {"evaluation": "null", "allocation": "actor,teacher=fsdp:d1,generation=fsdp:d1"},
         file=synchronous(tmp_path),
     )
     apart.wait_for_end()

@@ -8,8 +8,6 @@ What is proven is read from the trial's files after its end: the recorded trajec
 """
 
 import itertools
-import os
-import signal
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +17,7 @@ from tests.integration.evidence import (
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
+from tests.integration.test_unsteady_players import freeze_for_a_while, freeze_for_good, kill
 from tests.integration.trial_helpers import Trial
 
 pytestmark = pytest.mark.slow
@@ -61,7 +60,7 @@ def test_no_prompt_is_lost_and_no_token_too_old_however_unsteady_the_fleet_is(
         },
     )
     trial.wait_for_steps(1)
-    acts = itertools.cycle((_kill, _freeze_for_a_while, _kill, _freeze_for_good, _kill))  # 5 and 6 have no divisor
+    acts = itertools.cycle((kill, freeze_for_a_while, kill, freeze_for_good, kill))  # 5 and 6 have no divisor
     for victim, act in itertools.islice(zip(itertools.cycle(VICTIMS), acts, strict=False), NUM_ACTS):
         act(trial, victim)
         trial.wait_for_steps(1)
@@ -71,29 +70,3 @@ def test_no_prompt_is_lost_and_no_token_too_old_however_unsteady_the_fleet_is(
     check_every_sample_was_consumed_once(trial)
     oldest = check_no_token_was_too_old(trial, eta=eta)
     assert (oldest > 0) is (eta > 0)
-
-
-def _kill(trial: Trial, victim: str) -> None:
-    trial.kill(victim)
-
-
-def _freeze_for_a_while(trial: Trial, victim: str) -> None:
-    """It wakes up with what it knew before, and some of that is not so any more."""
-    pid = trial.pid(victim)
-    silent = len(trial.events("worker_silent", worker=victim))
-    steps = len(trial.train_steps())
-    os.kill(pid, signal.SIGSTOP)
-    trial.wait_for(
-        lambda: len(trial.train_steps()) > steps or len(trial.events("worker_silent", worker=victim)) > silent,
-        f"a train step without {victim}, or its end",
-    )
-    if len(trial.events("worker_silent", worker=victim)) == silent:
-        os.kill(pid, signal.SIGCONT)
-
-
-def _freeze_for_good(trial: Trial, victim: str) -> None:
-    # Who is still becoming ready is given minutes.
-    trial.wait_for(lambda: trial.workers()[victim]["state"] == "UP", f"{victim} to be up", pause_s=0.3)
-    silent = len(trial.events("worker_silent", worker=victim))
-    os.kill(trial.pid(victim), signal.SIGSTOP)
-    trial.wait_for(lambda: len(trial.events("worker_silent", worker=victim)) > silent, f"{victim} to be taken for dead")

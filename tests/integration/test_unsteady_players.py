@@ -10,6 +10,7 @@ and how many answers servers have brought to their end, beside how many the agen
 """
 
 import itertools
+import json
 import os
 import signal
 import time
@@ -27,7 +28,7 @@ from tests.integration.evidence import (
     check_no_token_was_too_old,
     check_nothing_is_left,
 )
-from tests.integration.test_judge import JUDGE, saying
+from tests.integration.test_mixed_sources import JUDGE, saying
 from tests.integration.trial_helpers import Material, Pace, Trial, read_lines, submit_environment
 from tests.tracked import check_same, in_tensorboard, written
 
@@ -128,7 +129,7 @@ def test_a_trial_outlives_kills_of_players_that_load_and_of_its_judge_and_tracke
             "allocation": "hf:d3+fsdp:d1",
             "rollout.agent": "steady_agents:goes_on",
             "rollout.judge.path": saying("7", material.model, tmp_path / "judge"),
-            "rollout.reward": " ".join(JUDGE.split()),
+            "rollout.reward": json.dumps({"digits": {"function": "paced_rewards:digits"}, "good": JUDGE}),
             "tracking.to": "[tensorboard]",
         },
         environment=counters,
@@ -144,9 +145,9 @@ def test_a_trial_outlives_kills_of_players_that_load_and_of_its_judge_and_tracke
             worker = victim.removeprefix("loading ")
             trial.kill(worker)
             for _ in range(2):
-                _kill(trial, PLAYERS + worker)
+                kill(trial, PLAYERS + worker)
         else:
-            _kill(trial, victim)
+            kill(trial, victim)
         trial.wait_for_steps(1)
         done[victim] += 1
         print(f"{sum(done.values()):3} {victim}", flush=True)
@@ -163,7 +164,7 @@ def test_a_trial_outlives_kills_of_players_that_load_and_of_its_judge_and_tracke
 def act_and_check(trial: Trial, counters: dict[str, str], *, num_acts: int) -> None:
     """Everything that is done to a trial, and all that has to be so then."""
     trial.wait_for_steps(1)
-    acts = itertools.cycle((_kill, _freeze_for_a_while, _kill, _freeze_for_good, _kill))  # 5 and 6 have no divisor
+    acts = itertools.cycle((kill, freeze_for_a_while, kill, freeze_for_good, kill))  # 5 and 6 have no divisor
     done = Counter[str]()
     for victim, act in itertools.islice(zip(itertools.cycle(VICTIMS), acts, strict=False), num_acts):
         began = time.monotonic()
@@ -226,7 +227,7 @@ def _send(trial: Trial, victim: str, number: signal.Signals) -> set[int]:
     return pids
 
 
-def _kill(trial: Trial, victim: str) -> None:
+def kill(trial: Trial, victim: str) -> None:
     if victim.startswith(PLAYERS):
         killed = _send(trial, victim, signal.SIGKILL)
         trial.wait_for(lambda: _pids(trial, victim) - killed, f"other {victim}", pause_s=0.3)
@@ -234,7 +235,7 @@ def _kill(trial: Trial, victim: str) -> None:
         trial.kill(victim)
 
 
-def _freeze_for_a_while(trial: Trial, victim: str) -> None:
+def freeze_for_a_while(trial: Trial, victim: str) -> None:
     """It wakes up with what it knew before, and some of that is not so any more."""
     steps = len(trial.train_steps())
     pids = _send(trial, victim, signal.SIGSTOP)
@@ -248,7 +249,7 @@ def _freeze_for_a_while(trial: Trial, victim: str) -> None:
             os.kill(pid, signal.SIGCONT)
 
 
-def _freeze_for_good(trial: Trial, victim: str) -> None:
+def freeze_for_good(trial: Trial, victim: str) -> None:
     if not victim.startswith(PLAYERS):  # who is still becoming ready is given minutes
         trial.wait_for(lambda: trial.workers()[victim]["state"] == "UP", f"{victim} to be up", pause_s=0.3)
     frozen = _send(trial, victim, signal.SIGSTOP)

@@ -37,7 +37,7 @@ PROGRAMS = Path(sys.executable).parent
 WORKERS = ("master_worker/0", "model_worker/0", "generation_server/0", "gserver_manager/0", "rollout_worker/0")
 DEADLINE_S = 240.0  # a worker that imports torch beside others on a busy machine needs a good part of it
 _POLL_INTERVAL_S = 0.05
-_STEPS_AHEAD = 3  # of a slow trial beyond what its test has waited for: it is at work whenever the test acts
+_STEPS_AHEAD = 1  # of a slow trial beyond what its test has waited for: it is at work whenever the test acts
 T = TypeVar("T")
 
 
@@ -278,13 +278,14 @@ class Trial:
         deadline = time.monotonic() + timeout_s
         ends_before = 0 if may_end else len(self.ends())
         while True:
+            begun = time.monotonic()
             has_ended = not may_end and len(self.ends()) > ends_before
             if found := look():
                 return found
             if has_ended or time.monotonic() > deadline:
                 why = "the trial ended before" if has_ended else f"waited {timeout_s:.0f} s for"
                 raise AssertionError(f"{why} {what}\n{self.tails()}")
-            time.sleep(pause_s)
+            time.sleep(max(pause_s, 6.0 * (time.monotonic() - begun)))  # what takes long is done rarely
 
     def tails(self) -> str:
         """The journal and the last lines of every log, for people."""

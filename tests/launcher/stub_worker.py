@@ -54,14 +54,15 @@ def obey(plan: Path, kind: str, word: str, *, linger_s: float) -> None:
     leave = signal.SIG_IGN if word == "stubborn" else end
     signal.signal(signal.SIGINT, leave)
     signal.signal(signal.SIGTERM, leave)
-    if "SLURM_JOB_ID" in os.environ:  # not at the top, nor what a master needs: most stubs start faster without
-        from corral.experiments.trial.directory import TrialDirectory
+    planned = json.loads(plan.read_bytes()) if "SLURM_JOB_ID" in os.environ else {"mode": "local"}
+    if planned["mode"] == "slurm" and kind != "master_worker":
+        signal.signal(signal.SIGTERM, lambda *_: None)  # notice that does not concern it: test_notice.py
+    elif planned["mode"] == "slurm":
+        from corral.experiments.trial.directory import TrialDirectory  # the others start faster without
         from corral.workers.lifecycle.worker import notice_of
 
-        planned = json.loads(plan.read_bytes())
         grace_s = planned["supervision"]["stop_grace_s"]
-        notice = notice_of(planned["mode"], TrialDirectory(plan.parent), kind, stop_grace_s=grace_s)
-        signal.signal(signal.SIGTERM, notice or leave)
+        signal.signal(signal.SIGTERM, notice_of("slurm", TrialDirectory(plan.parent), kind, stop_grace_s=grace_s))
 
 
 def act(trial: Path, word: str, arguments: list[str], *, attempt: int) -> int:

@@ -269,12 +269,15 @@ def end_trial(directory: TrialDirectory) -> None:
 
 
 def wait_until(look: Callable[[], T | None], what: str, *, timeout_s: float = DEADLINE_S) -> T:
-    """What `look` finds, as soon as it finds something."""
-    deadline = time.monotonic() + timeout_s
+    """What `look` finds, as soon as it finds something; the longer a look takes, the rarer they are."""
+    begun = time.monotonic()
+    deadline = begun + timeout_s
     while not (found := look()):
-        if time.monotonic() > deadline:
+        looked = time.monotonic()
+        if looked > deadline:
             raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(0.02)
+        time.sleep(max(0.02, 6.0 * (looked - begun)))
+        begun = time.monotonic()
     return found
 
 

@@ -4,13 +4,16 @@ Where SLURM is missing they are skipped with a reason, unless it is required.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from corral.launcher.commands.submit import main as submit_command
 from corral.launcher.slurm.client import SlurmClient
 from tests.integration.trial_helpers import Material, Trial, make_material, submit
 from tests.launcher.trials import wait_until
@@ -94,6 +97,31 @@ def make_slurm_trial(cluster: Cluster, tmp_path: Path) -> Iterator[Any]:
                 cluster.run("scancel", job.job_id)
                 wait_until(partial(has_ended, job.job_id), f"the end of job {job.job_id}")
         trial.close()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command has printed, and its exit code."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def rl_submit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """The command, in this process."""
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> Ended:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["rl-submit", *arguments])
+        with pytest.raises(SystemExit) as end:
+            raise SystemExit(submit_command())
+        return Ended(int(end.value.code or 0), *capfd.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,6 @@ def test_a_run_of_four_links_finishes_without_a_human(start_job: Callable[..., T
     trial.full_speed()
     wait_for_event(trial, "attempt_ended", then="")
     ends = trial.events("attempt_ended")
-    print("\n".join(gaps(trial)))
     assert [end["state"] for end in ends] == ["TIMED_OUT"] * (NUM_LINKS - 1) + ["COMPLETE"], ends
     trial.wait_for(lambda: not trial.processes(), "its last process to go", may_end=True)
 
@@ -75,19 +74,3 @@ def bring_the_end_near(cluster: Cluster, job_id: str) -> None:
 
 def wait_for_event(trial: Trial, name: str, **fields: Any) -> None:
     trial.wait_for(lambda: trial.events(name, **fields), f"{name} {fields}", timeout_s=TIMEOUT_S, pause_s=0.5)
-
-
-def gaps(trial: Trial) -> list[str]:
-    """What lies between the links, in seconds."""
-    lines = []
-    trained = [line["time"] for line in trial.metrics() if "time/train_s" in line]
-    for end in trial.events("attempt_ended"):
-        (start,) = trial.events("supervisor_started", attempt=end["attempt"])
-        steps = [moment for moment in trained if start["time"] < moment < end["time"]]
-        line = f"link {end['attempt']}: {end['time'] - start['time']:.1f} s, {len(steps)} steps"
-        following = trial.events("supervisor_started", attempt=end["attempt"] + 1)
-        if following and (later := [moment for moment in trained if moment > end["time"]]):
-            job_s, step_s = following[0]["time"] - end["time"], later[0] - max(steps)
-            line += f"; the next job runs {job_s:.1f} s after its end, the next step ends {step_s:.1f} s after the last"
-        lines.append(line)
-    return lines

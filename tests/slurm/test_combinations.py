@@ -16,12 +16,6 @@ from corral.launcher.slurm.own_jobs import OwnJobs
 from corral.launcher.slurm.verdict import Job
 from corral.launcher.submit.prepare import Submission, SubmissionError, prepare_resume
 from corral.launcher.submit.start import start
-from tests.integration.evidence import (
-    check_every_sample_was_consumed_once,
-    check_no_token_was_too_old,
-    check_nothing_is_left,
-)
-from tests.integration.trial_helpers import Material, submit
 from tests.launcher.trials import stop_and_wait, wait_until
 from tests.slurm.cluster import Cluster, missing_programs, running_cluster
 from tests.slurm.trials import SlurmTrial
@@ -46,43 +40,27 @@ def shared_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def test_each_attempt_asks_for_jobs_of_its_own_and_leaves_none(make_slurm_trial: Any, cluster: Cluster) -> None:
-    trial = make_slurm_trial(GROWS_OLD, **JOBS)
-    job_id = trial.submit()
-    wait_for_commits(trial)
-    cluster.run("scancel", "--batch", "--signal=USR2", job_id)
-    wait_for_end(trial, "COMPLETE")
-    for attempt in range(2):
-        assert {event["allocation"] for event in trial.events("extra_job_submitted", attempt=attempt)} == set(GROUPS)
-    assert len(trial.events("extra_job_submitted")) == 2 * len(GROUPS)
-    wait_until(lambda: not alive(trial), "an empty queue")
-
-
-def test_a_killed_supervisor_is_followed_by_one_that_keeps_its_extra_jobs(make_slurm_trial: Any) -> None:
-    trial = make_slurm_trial(GROWS_OLD, **JOBS)
+def test_a_trainer_whose_job_is_put_back_takes_its_master_along_and_a_new_supervisor_keeps_all_jobs(
+    make_slurm_trial: Any, cluster: Cluster
+) -> None:
+    trial = make_slurm_trial({"master_worker/0": [ENDLESS, ENDLESS, "steps 1 0"]}, **JOBS)
     trial.submit()
     wait_for_commits(trial)
     jobs = {job.job_id for job in alive(trial)}
+    trainer = next(job for job in alive(trial) if job.tag["allocation"] == "model_worker")
+    cluster.run("scontrol", "requeue", trainer.job_id)
+    wait_until(lambda: len(trial.starts("master_worker/0")) == 2, "the master again")
+    assert {event["unit"] for event in trial.events("unit_left")} == {"model_worker", "master_worker/0"}
+    assert not trial.events("unit_restarting")  # nobody is charged
+    assert len(trial.starts("generation_server/0")) == 1
+    wait_until(lambda: len(trial.starts("model_worker/0")) == 2, "the trainer again")
+
     os.kill(trial.events("supervisor_started")[-1]["pid"], signal.SIGKILL)
     wait_for_end(trial, "COMPLETE")
     assert {event["allocation"] for event in trial.events("extra_job_adopted")} == set(GROUPS)
     assert {event["job_id"] for event in trial.events("extra_job_running")} <= jobs
     assert len(trial.events("extra_job_submitted")) == len(GROUPS)
     wait_until(lambda: not alive(trial), "an empty queue")
-
-
-def test_a_trainer_whose_job_is_put_back_takes_its_master_along_and_nobody_is_charged(
-    make_slurm_trial: Any, cluster: Cluster
-) -> None:
-    trial = make_slurm_trial(GROWS_OLD, **JOBS)
-    trial.submit()
-    wait_for_commits(trial)
-    trainer = next(job for job in alive(trial) if job.tag["allocation"] == "model_worker")
-    cluster.run("scontrol", "requeue", trainer.job_id)
-    wait_for_end(trial, "COMPLETE")
-    assert {event["unit"] for event in trial.events("unit_left")} == {"model_worker", "master_worker/0"}
-    assert not trial.events("unit_restarting")
-    assert len(trial.starts("generation_server/0")) == 1
 
 
 def test_a_trial_that_loses_a_component_of_its_job_goes_on_in_a_new_one(
@@ -194,47 +172,6 @@ def test_a_users_shell_decides_nothing(make_slurm_trial: Any, tmp_path: Path, mo
     wait_for_end(trial, "COMPLETE")
     assert len(trial.events("extra_job_running")) == len(GROUPS)
     wait_until(lambda: not alive(trial), "an empty queue")
-
-
-@pytest.mark.slow  # stub workers come and go in test_limits.py; test_admission.py loses nothing of who stays away
-def test_elastic_rollout_workers_come_and_go_and_no_prompt_is_lost(
-    cluster: Cluster, material: Material, tmp_path: Path
-) -> None:
-    overrides = {
-        "cluster.bind_address": "127.0.0.1",
-        "evaluation.every": "1000 steps",
-        "control.commit_every": "3 steps",
-        "groups.rollout_worker.elastic.count": 1,
-        # Seven of eight cores, so that a job with seven in the partition that comes first takes its node.
-        "groups.rollout_worker.elastic.scheduling": "{partition: spot, cpu: 7, gpu: 0, mem: 1G}",
-    }
-    trial = submit(
-        "grpo", tmp_path, material,
-        num_rows=400, pause_s=0.2, overrides=overrides, where=(), environment=cluster.environment,
-    )  # fmt: skip
-    roamer = "rollout_worker/1"
-    try:
-        trial.wait_for(lambda: trial.events("extra_job_running"), "the elastic worker's node")
-        trial.wait_for_steps(2)
-        node = str(trial.events("extra_job_running")[-1]["nodes"])
-        taker = cluster.run(
-            "sbatch", "--parsable", f"--nodelist={node}", "--cpus-per-task=7", "--mem=100", "--wrap=sleep 600"
-        ).stdout.strip()
-        trial.wait_for(lambda: trial.events("extra_job_gone"), "its preemption")
-        trial.wait_for(lambda: trial.starts(roamer)[-1]["node"] != node, "its start in the trial's own job")
-        trial.wait_for_steps(2)
-        cluster.run("scancel", taker)
-        trial.wait_for(lambda: len(trial.events("extra_job_running")) == 2, "its node again")
-        trial.full_speed()
-        trial.wait_for_end()
-        check_nothing_is_left(trial)
-        check_every_sample_was_consumed_once(trial)
-        assert check_no_token_was_too_old(trial, eta=1) == 1
-        assert not trial.events("unit_restarting") and not trial.events("unit_given_up")
-    finally:
-        for job in SlurmClient().queue():
-            cluster.run("scancel", job.job_id)
-        trial.close()
 
 
 def alive(trial: SlurmTrial) -> list[Job]:

@@ -74,8 +74,36 @@ def wait_for_state(reader: EvaluationReader, step: int, state: str) -> Evaluatio
     return wait_until(look, f"{state} of step {step}: {reader.read([step])}", timeout_s=WAIT_S)
 
 
-def test_versions_are_evaluated_as_an_array_by_the_command(site: Cluster, tmp_path: Path, model: Path) -> None:
-    directory = make_evaluable_trial(tmp_path / "a root", model, commits=(1, 2), mode="slurm")
+def wait_for_judged(judged: Path, number: int, what: str) -> None:
+    wait_until(lambda: judged.exists() and len(judged.read_text().split()) == number, what, timeout_s=WAIT_S)
+
+
+def test_versions_are_evaluated_as_an_array_interrupted_cancelled_and_asked_for_again_by_the_command(
+    site: Cluster, tmp_path: Path, model: Path
+) -> None:
+    gated = "tests.launcher.evaluation.evaluation_rewards:gated"
+    directory = make_evaluable_trial(tmp_path / "a root", model, commits=(1, 2), reward=gated, mode="slurm")
+    gate, judged = tmp_path / "gate", tmp_path / "gate.judged"
+    gate.write_text("0")
+    jobs = submit(directory, "all", batch_size=4)
+    array, other_array = (jobs[step].partition("_")[0] for step in (1, 2))
+    assert array == other_array and jobs[1].endswith("_0") and jobs[2].endswith("_1")
+    wait_for_judged(judged, 8, "the first batches of both")
+    assert site.run("scancel", jobs[2]).returncode == 0
+    reader = watched(directory)
+    wait_for_state(reader, 2, "CANCELLED")
+
+    # Time is up for the other in the middle of its third batch; submitit puts it back into the queue.
+    gate.write_text("13")
+    wait_for_judged(judged, 16, "the third batch of the other")
+    assert json.loads(progress_path(result_path(directory.evaluations_path, 1)).read_text())["num_done"] == 8
+    assert site.run("scancel", "--signal=USR2", jobs[1]).returncode == 0
+    gate.write_text("1000")
+    (status,) = wait_for(reader, [1], timeout_s=WAIT_S)
+    assert (status.state, status.job_id) == ("DONE", jobs[1])
+    result = read_result(result_path(directory.evaluations_path, 1))
+    assert result is not None and (result.num_starts, result.num_prompts) == (2, NUM_PROBLEMS)
+
     arguments = [str(directory.path), "--step", "all", "--wait", "-o", "json", "--minutes", "5"]
     printed = run_program(["rl-eval", *arguments], environment=os.environ | site.environment)
     shown, end = json.JSONDecoder().raw_decode(printed)
@@ -84,41 +112,7 @@ def test_versions_are_evaluated_as_an_array_by_the_command(site: Cluster, tmp_pa
         (1, "DONE", NUM_PROBLEMS),
         (2, "DONE", NUM_PROBLEMS),
     ]
-    first, second = (one["job_id"] for one in shown)
-    assert first.partition("_")[0] == second.partition("_")[0] and first.endswith("_0") and second.endswith("_1")
     assert not (directory.evaluations_path / "weights" / "step-00000001").exists()
-
-
-def test_crashed_cancelled_and_interrupted_evaluations_end_as_what_they_are(
-    site: Cluster, tmp_path: Path, model: Path
-) -> None:
-    crashing = make_evaluable_trial(tmp_path / "1", model, reward="tests.launcher.evaluation.evaluation_rewards:crash")
-    gated = [
-        make_evaluable_trial(tmp_path / name, model, reward="tests.launcher.evaluation.evaluation_rewards:gated")
-        for name in ("2", "3")
-    ]
-    gate, judged = tmp_path / "gate", tmp_path / "gate.judged"
-    gate.write_text("9")
-    submit(crashing)
-    (resumed_job,) = submit(gated[0], batch_size=4).values()
-    failed = wait_for_state(watched(crashing), 2, "FAILED")
-    assert "the evaluation ended with -9" in failed.note
-
-    # Its time is up in the middle of its third batch; submitit puts it back into the queue.
-    wait_until(lambda: judged.exists() and len(judged.read_text().split()) == 12, "the third batch", timeout_s=WAIT_S)
-    assert json.loads(progress_path(result_path(gated[0].evaluations_path, 2)).read_text())["num_done"] == 8
-    assert site.run("scancel", "--signal=USR2", resumed_job).returncode == 0
-    (cancelled_job,) = submit(gated[1]).values()
-    reader = watched(gated[1])
-    wait_for_state(reader, 2, "RUNNING")
-    assert site.run("scancel", cancelled_job).returncode == 0
-    wait_for_state(reader, 2, "CANCELLED")
-
-    gate.write_text("1000")
-    (status,) = wait_for(watched(gated[0]), [2], timeout_s=WAIT_S)
-    assert (status.state, status.job_id) == ("DONE", resumed_job)
-    result = read_result(result_path(gated[0].evaluations_path, 2))
-    assert result is not None and (result.num_starts, result.num_prompts) == (2, NUM_PROBLEMS)
 
 
 def test_an_evaluation_asked_for_from_inside_a_job_is_a_job_of_its_own(

@@ -1,6 +1,5 @@
 """Two trials that together ask for more than the cluster has: neither waits for the other for ever."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,25 +28,6 @@ def wait_for_end(trial: SlurmTrial) -> None:
     assert ended[-1]["state"] == "COMPLETE", trial.events()
 
 
-def tell(trials: Sequence[SlurmTrial], names: Sequence[str]) -> None:
-    """What happened, for people."""
-    events = sorted((event["time"], trial.plan.trial.trial, event) for trial in trials for event in trial.events())
-    for moment, trial, event in events:
-        if event["event"] in names:
-            fields = {key: value for key, value in event.items() if key not in ("time", "event", "attempt")}
-            print(f"{moment - events[0][0]:6.1f} s  {trial}  {event['event']}  {fields}")
-
-
-def test_the_second_of_two_packed_trials_waits_for_the_first(make_slurm_trial: Any) -> None:
-    trials = [make_slurm_trial(WORKS, trial=name, launch={"layout": "packed"}, **HALF_AND_HALF) for name in "ab"]
-    for trial in trials:
-        trial.submit()
-    for trial in trials:
-        wait_for_end(trial)
-    first_end, second_start = trials[0].events("attempt_ended", then="")[0], trials[1].events("worker_started")[0]
-    assert first_end["time"] < second_start["time"]
-
-
 def test_two_trials_that_hold_half_of_the_cluster_each_both_complete(make_slurm_trial: Any, cluster: Cluster) -> None:
     launch = {"layout": "jobs", "gang_timeout_s": 4.0}
     trials = [make_slurm_trial(WORKS, trial=name, launch=launch, **HALF_AND_HALF) for name in "ab"]
@@ -69,7 +49,6 @@ def test_two_trials_that_hold_half_of_the_cluster_each_both_complete(make_slurm_
 
     for trial in trials:
         wait_for_end(trial)
-    tell(trials, ["extra_job_submitted", "extra_job_running", "gang_given_back", "worker_started", "trial_ended"])
     given_back = [event for trial in trials for event in trial.events("gang_given_back")]
     assert given_back and all(set(event["missing"]) == {"generation_server"} for event in given_back[:2]), given_back
     for trial in trials:

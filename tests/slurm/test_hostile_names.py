@@ -139,7 +139,7 @@ def test_hostile_values_reach_the_worker_as_they_were_written(
     fileroot = tmp_path / f"$(touch {CANARY}) `touch {CANARY}`; 'q' \"d\" %j \u2603 -x"
     trial = SlurmTrial(fileroot, {"master_worker/0": ["master"]}, **(SMALL | {"servers": 1, "model_workers": 1}))
     plain = Scheduling(cpu=1, mem=64, env_vars=variables)
-    boxed = Scheduling(cpu=1, mem=64, env_vars=variables, container_image=image, container_mounts=mounts)
+    boxed = plain.model_copy(update={"gpu": 1, "container_image": image, "container_mounts": mounts})
     trial.replan(
         cluster=trial.plan.cluster.model_copy(
             update={"container_runtime": "apptainer", "container_python": sys.executable}
@@ -152,18 +152,23 @@ def test_hostile_values_reach_the_worker_as_they_were_written(
         ),
     )
     try:
-        trial.submit()
+        job_id = trial.submit()
+        (job,) = [job for job in SlurmClient().queue() if job.job_id == job_id]
+        assert job.tag["directory"] == str(trial.directory.path)
         for worker in ("model_worker/0", "generation_server/0"):
             pid = wait_until(lambda worker=worker: trial.starts(worker), f"the start of {worker}")[0][0]
             environment = _strings(Path(f"/proc/{pid}/environ"))
             arguments = _strings(Path(f"/proc/{pid}/cmdline"))
             assert [f"{name}={value}" in environment for name, value in variables.items()] == [True] * len(variables)
             assert str(trial.directory.plan_path) in arguments
-        call: list[str] = json.loads(recorded.read_text())
-        assert image in call
-        assert all(f"--bind={mount}" in call for mount in mounts)
-        assert f"--bind={trial.directory.path}:{trial.directory.path}" in call
+        call, of_container = json.loads(recorded.read_text())
+        shared = [f"--bind={mount}" for mount in (f"{trial.directory.path}:{trial.directory.path}", *mounts)]
+        assert call[: len(shared) + 4] == ["exec", "--nv", *shared, image, sys.executable]
+        assert of_container["CUDA_VISIBLE_DEVICES"] == "0"
+        given = variables | {"CORRAL_TRIAL_UUID": trial.plan.trial.uuid}
+        assert {name: of_container[f"APPTAINERENV_{name}"] for name in given} == given
         assert stop_and_wait(trial.facts, grace_s=20.0).state == "STOPPED"
+        assert (trial.directory.logs_path / f"slurm-{job_id}.log").exists()
     finally:
         if trial.job_id:
             cluster.run("scancel", trial.job_id)
@@ -173,7 +178,7 @@ def test_hostile_values_reach_the_worker_as_they_were_written(
 _RECORDER = """#!{python}
 import json, os, sys
 with open({recorded!r}, "w") as file:
-    json.dump(sys.argv[1:], file)
+    json.dump([sys.argv[1:], dict(os.environ)], file)
 start = next(index for index, argument in enumerate(sys.argv) if argument == {python!r})
 os.execv(sys.argv[start], sys.argv[start:])
 """

@@ -22,15 +22,18 @@ def shared_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.parametrize("word", ["eat 600", "served 600"])
 def test_a_worker_that_the_kernel_ends_for_its_memory_is_said_to_have_had_too_little(
-    make_slurm_trial: Any, word: str
+    make_slurm_trial: Any,
 ) -> None:
     """srun ends with 1 whoever was killed, the worker or a process of its own: the worker's guard knows."""
     trial = make_slurm_trial(
-        {"master_worker/0": ["master"], "generation_server/0": [word]},
+        {
+            "master_worker/0": ["master"],
+            "generation_server/0": ["served 600"],
+            "generation_server/1": ["eat 600", "wait"],
+        },
         model_workers=1,
-        servers=1,
+        servers=2,
         task={"mem": 256},
         supervision={"max_restarts": 1},
     )
@@ -39,7 +42,9 @@ def test_a_worker_that_the_kernel_ends_for_its_memory_is_said_to_have_had_too_li
     assert status.state == "OOM" and "groups.generation_server.scheduling.mem" in status.note, trial.events()
     ends = trial.events("task_ended", who="generation_server/0")
     assert [end["code"] for end in ends] == [WorkerExit.OUT_OF_MEMORY] * 2
-    (restart,) = trial.events("unit_restarting")
-    assert "needed more memory than its group asks for" in restart["cause"]
-    others = [event for event in trial.events("task_ended") if event["who"] != "generation_server/0"]
+    assert trial.events("task_ended", who="generation_server/1")[0]["code"] == WorkerExit.OUT_OF_MEMORY
+    restarts = trial.events("unit_restarting")
+    assert {event["unit"] for event in restarts} == {"generation_server/0", "generation_server/1"}
+    assert all("needed more memory than its group asks for" in event["cause"] for event in restarts)
+    others = [event for event in trial.events("task_ended") if not event["who"].startswith("generation_server/")]
     assert all(event["code"] != WorkerExit.OUT_OF_MEMORY for event in others), others

@@ -2,74 +2,39 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.integration.evidence import (
-    check_every_sample_was_consumed_once,
-    check_no_token_was_too_old,
-    check_nothing_is_left,
-)
-from tests.integration.trial_helpers import WORKERS, Trial
-from tests.launcher.trials import wait_until
+from tests.launcher.trials import stop_and_wait, wait_until
 
 pytestmark = pytest.mark.slurm
 
-NUM_RANKS = 3
 
-
-@pytest.mark.slow  # test_security.py, and of steps of a job test_packed.py, test_layouts.py and the test below
-def test_a_worker_of_each_kind_comes_back_alone_and_the_trial_completes(start_job: Callable[..., Trial]) -> None:
-    trial = start_job(
-        "grpo",
-        num_rows=16 + 20 * len(WORKERS),
-        num_passes=2,
-        pause_s=0.1,
-        overrides={"groups.generation_server.scheduling.cpu": 7, "evaluation.every": "1000 steps"},
+def test_a_server_comes_back_alone_ranks_together_and_a_stopped_trial_in_a_new_job(make_slurm_trial: Any) -> None:
+    server = "generation_server/0"
+    trial = make_slurm_trial(
+        {"master_worker/0": ["master"], server: ["exit 3", "kill", "wait"]}, model_workers=2, servers=2
     )
-    trial.wait_for_steps(1)
-    seconds = {}
-    for victim in WORKERS:
-        rows = trial.wait_until_running()
-        before = {worker: len(trial.starts(worker)) for worker in (*WORKERS, "redis", "supervisor")}
-        killed_at = time.monotonic()
-        trial.kill(victim, pid=rows[victim]["pid"])
-        restarted_at = time.monotonic()
-        trial.wait_for(lambda victim=victim, rows=rows: _is_back(trial, victim, rows), f"{victim} to be running")
-        seconds[victim] = (restarted_at - killed_at, time.monotonic() - killed_at)
-        after = {worker: len(trial.starts(worker)) for worker in before}
-        assert after == before | {victim: before[victim] + 1}
-        assert trial.events("task_ended", who=victim)[-1]["code"] == -signal.SIGKILL
-        trial.wait_for_steps(1)
-    trial.full_speed()
-    trial.wait_for_end()
-    check_nothing_is_left(trial)
-    check_every_sample_was_consumed_once(trial)
-    assert check_no_token_was_too_old(trial, eta=1) == 1
-    for victim, (started_s, running_s) in seconds.items():
-        print(f"{victim}: started again {started_s:.2f} s after kill -9, running after {running_s:.1f} s")
-
-
-def test_ranks_come_back_together_and_nobody_else(make_slurm_trial: Any) -> None:
-    trial = make_slurm_trial({"master_worker/0": ["master"]}, model_workers=NUM_RANKS, servers=2)
-    trial.submit()
+    first = trial.submit()
     workers = [f"{worker.kind}/{worker.index}" for worker in trial.plan.workers]
     ranks = [worker for worker in workers if worker.startswith("model_worker/")]
+    trial.wait_for("worker_started", worker=server, count=3)
+    assert [event["code"] for event in trial.events("task_ended", who=server)] == [3, -9]
     for worker in workers:
         wait_until(lambda worker=worker: trial.starts(worker), f"the start of {worker}")
     os.kill(trial.starts(ranks[1])[-1][0], signal.SIGKILL)
     for rank in ranks:
         wait_until(lambda rank=rank: len(trial.starts(rank)) > 1, f"{rank} to start again")
-    assert {worker: len(trial.starts(worker)) for worker in workers} == {
-        worker: 2 if worker in ranks else 1 for worker in workers
+    assert {worker: len(trial.starts(worker)) for worker in workers if worker != server} == {
+        worker: 2 if worker in ranks else 1 for worker in workers if worker != server
     }
-    (restart,) = trial.events("unit_restarting")
+    restart = trial.events("unit_restarting")[-1]
     assert restart["unit"] == "model_worker" and "model_worker/1" in restart["cause"]
-
-
-def _is_back(trial: Trial, worker: str, before: dict[str, dict[str, Any]]) -> bool:
-    row = trial.workers()[worker]
-    return row["state"] == "UP" and row["pid"] != before[worker]["pid"]
+    assert trial.status().job_id == trial.job_id
+    stopped = stop_and_wait(trial.facts, grace_s=20.0)
+    assert (stopped.state, stopped.note.split(" (")[0]) == ("STOPPED", "checkpointed at step 3")
+    trial.directory.clear_stop_request()
+    trial.behave({"master_worker/0": ["finish 0.2"]})
+    assert trial.submit(attempt=1, resume=True) != first
+    assert trial.wait_for_state("COMPLETE", "FAILED", "LOST").state == "COMPLETE"

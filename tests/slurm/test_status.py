@@ -147,6 +147,17 @@ def test_a_trial_whose_directory_is_gone_is_listed_from_its_jobs_comment_and_can
     trial.directory.path.mkdir(parents=True)  # what clears up after the test looks at it
 
 
+def test_a_job_that_slurm_has_forgotten_is_lost_and_an_unreachable_cluster_is_unknown(
+    make_slurm_trial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = make_slurm_trial({})
+    trial.prepare()
+    assert trial.status().state == "LOST"
+    monkeypatch.setenv("PATH", "/nowhere")
+    status = trial.status()
+    assert status.state == "UNKNOWN" and "squeue" in status.note
+
+
 def test_all_jobs_of_a_lost_trial_are_ended_together(make_slurm_trial: Any) -> None:
     trial = make_slurm_trial({})
     jobs = [submit_stand_in(trial, "--hold"), submit_stand_in(trial, "--hold", attempt=1)]

@@ -1,10 +1,10 @@
 """rl-submit's options against a real SLURM: what a dry run prints is what a submission hands over."""
 
-import os
 import re
 import shlex
 import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from corral.experiments.plan import RunPlan
 from tests.experiments.broken_yaml import write_inputs
 from tests.slurm.cluster import Cluster
+from tests.slurm.conftest import Ended
 from tests.slurm.wrong_configurations import VALID_SLURM
 
 pytestmark = pytest.mark.slurm
@@ -26,53 +27,55 @@ def folder(cluster: Cluster, tmp_path: Path) -> Path:
     return folder
 
 
-def _submit(folder: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[bytes]":
-    command = [str(Path(sys.executable).parent / "rl-submit"), *arguments, "--fileroot", str(folder / "trials")]
-    environment = os.environ | {"NO_COLOR": "1", "HOME": str(folder)} | variables
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, timeout=120)
+@pytest.fixture
+def submit(folder: Path, rl_submit: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ended]:
+    """`rl-submit` with these arguments, in the folder."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder))
+    return partial(rl_submit, "--fileroot", str(folder / "trials"))
 
 
 @pytest.mark.parametrize("layout", ["packed", "hetjob", "jobs"])
-def test_a_dry_run_prints_the_script_that_a_submission_hands_over(folder: Path, cluster: Cluster, layout: str) -> None:
+def test_a_dry_run_prints_the_script_that_a_submission_hands_over(
+    submit: Callable[..., Ended], folder: Path, cluster: Cluster, layout: str
+) -> None:
     later = ["experiment.yaml", "-n", "a", "--sbatch-arg=--begin=now+1hour", "--layout", layout]
     if layout == "hetjob":
         later += ["-s", "groups.rollout_worker.scheduling.partition=spot"]
-    dry = _submit(folder, *later, "--dry-run=script")
+    dry = submit(*later, "--dry-run=script")
     assert dry.returncode == 0, dry.stderr
-    assert dry.stdout.startswith(b"#!/bin/bash\n") and b"checks     partition" in dry.stderr
+    assert dry.stdout.startswith("#!/bin/bash\n") and "checks     partition" in dry.stderr
     assert not (folder / "trials").exists()
-    real = _submit(folder, *later, "-v")
+    real = submit(*later, "-v")
     assert real.returncode == 0, real.stderr
     try:
         directory = folder / "trials" / "small-grpo" / "a"
-        script = (directory / "trial.sbatch").read_bytes()
-        uuid = RunPlan.from_json((directory / "plan.json").read_bytes()).trial.uuid.encode()
+        script = (directory / "trial.sbatch").read_text()
+        uuid = RunPlan.from_json((directory / "plan.json").read_bytes()).trial.uuid
         assert uuid in script and uuid not in dry.stdout
-        assert script.replace(uuid, b"U") == re.sub(rb"\b[0-9a-f]{32}\b", b"U", dry.stdout)
-        command = re.search(r"^command +(.*)$", real.stdout.decode(), re.MULTILINE)
+        assert script.replace(uuid, "U") == re.sub(r"\b[0-9a-f]{32}\b", "U", dry.stdout)
+        command = re.search(r"^command +(.*)$", real.stdout, re.MULTILINE)
         assert command is not None, real.stdout
         assert shlex.split(command[1]) == ["sbatch", "--parsable", str(directory / "trial.sbatch")]
-        listed = subprocess.run(["bash", "-n"], input=dry.stdout, capture_output=True, timeout=120)
+        listed = subprocess.run(["bash", "-n"], input=dry.stdout, capture_output=True, text=True, timeout=120)
         assert listed.returncode == 0, listed.stderr
     finally:
-        job = re.search(r"^job +(\d+)", real.stdout.decode(), re.MULTILINE)
+        job = re.search(r"^job +(\d+)", real.stdout, re.MULTILINE)
         assert job is not None, real.stdout
         cluster.run("scancel", job[1])
 
 
-def test_a_dry_run_shows_plan_checks_and_profiles(folder: Path) -> None:
+def test_a_dry_run_shows_plan_checks_and_profiles(submit: Callable[..., Ended], folder: Path) -> None:
     profile = folder / ".config" / "corral" / "profiles" / "site.yaml"
     profile.parent.mkdir(parents=True)
     profile.write_text("launch: {partition: spot, extra_sbatch_arguments: [--nice=5]}\n")
-    shown = _submit(folder, "experiment.yaml", "--dry-run", "--profile", "site", "--sbatch-arg=--mail-type=END")
+    shown = submit("experiment.yaml", "--dry-run", "--profile", "site", "--sbatch-arg=--mail-type=END")
     assert shown.returncode == 0, shown.stderr
-    text = shown.stdout.decode()
+    text = shown.stdout
     assert "partition spot ok" in text and "site.yaml" in text and "profiles " in text
     assert not (folder / "trials").exists()
-    script = _submit(
-        folder, "experiment.yaml", "--dry-run=script", "--profile", "site", "--sbatch-arg=--mail-type=END"
-    ).stdout
-    assert b"--nice" in script and b"--mail-type" in script
+    script = submit("experiment.yaml", "--dry-run=script", "--profile", "site", "--sbatch-arg=--mail-type=END").stdout
+    assert "--nice" in script and "--mail-type" in script
 
 
 @pytest.mark.parametrize(
@@ -92,17 +95,19 @@ def test_a_dry_run_shows_plan_checks_and_profiles(folder: Path) -> None:
         (["--profile", "nowhere"], "no profile named"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(folder: Path, arguments: list[str], words: str) -> None:
-    refused = _submit(folder, "experiment.yaml", *arguments, COLUMNS="200")
+def test_options_that_make_no_sense_are_refused(
+    submit: Callable[..., Ended], folder: Path, arguments: list[str], words: str
+) -> None:
+    refused = submit("experiment.yaml", *arguments)
     assert refused.returncode == 2, refused
-    assert words in refused.stderr.decode() and b"Traceback" not in refused.stderr
+    assert words in refused.stderr and "Traceback" not in refused.stderr
     assert not (folder / "trials").exists()
 
 
-def test_an_option_of_the_command_line_is_blamed_where_it_was_typed(folder: Path) -> None:
+def test_an_option_of_the_command_line_is_blamed_where_it_was_typed(submit: Callable[..., Ended], folder: Path) -> None:
     profile = folder / "site.yaml"
     profile.write_text("launch: {extra_sbatch_arguments: [--nice=5]}\n")
     typed = ["--profile", str(profile), "--sbatch-arg=--licenses=matlab:1"]
-    refused = _submit(folder, "experiment.yaml", "--dry-run", *typed)
+    refused = submit("experiment.yaml", "--dry-run", *typed)
     assert refused.returncode == 5
-    assert b"--sbatch-arg=--licenses=matlab:1  launch.extra_sbatch_arguments.1: --licenses=matlab:1" in refused.stderr
+    assert "--sbatch-arg=--licenses=matlab:1  launch.extra_sbatch_arguments.1: --licenses=matlab:1" in refused.stderr
