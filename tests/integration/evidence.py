@@ -116,11 +116,6 @@ def check_no_token_was_too_old(trial: Trial, *, eta: int) -> int:
     return max(ages)
 
 
-def num_prompts_over_updates(trial: Trial) -> int:
-    """How many prompts have answers that several versions have made."""
-    return sum(len(record["versions"]) > 1 for record in read_lines(trial.directory.trajectories_path))
-
-
 def check_generator_and_trainer_agreed(trial: Trial, *, nats: float = 1e-3) -> int:
     """Tokens that were compared; the first step has some, and each epoch tells once that both sides agree."""
     lines = [line for line in trial.metrics() if "gap/tokens" in line]

@@ -1,10 +1,10 @@
-"""A trial of four roles goes on from a commit on other meshes as if it had never stopped, or been killed in a save.
+"""A trial of four roles goes on from a commit on other meshes with exactly what that holds.
 
 Each attempt has a plan of its own for the same directory, as `rl-submit --resume` makes it for another allocation.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 
 from corral.experiments.exit_codes import WorkerExit
 from corral.workers.algorithms.ppo_critic import VALUE_NORM_DECAY
-from corral.workers.checkpoint.checkpoint import verify_checkpoint
 from tests.integration.four_roles import BATCH_SIZE, NUM_ROWS, Group, make_batches
 from tests.integration.trainer_half import TrainerTrial
 from tests.workers.backends.files.stored_states import whole_state
@@ -23,49 +22,6 @@ TWO, ONE = "fsdp:d2", "fsdp:d1"
 SPLIT = "actor,ref=fsdp:c2,critic,reward=fsdp:t2@1"
 FIRST_KL_COEFFICIENT = 0.1  # of the experiment
 ROLES = ("actor", "critic", "ref")
-
-
-@pytest.mark.slow  # states move between all layouts in tests/workers/backends, and a whole commit below
-def test_losses_go_on_as_if_nothing_had_happened(four_roles: Path) -> None:
-    batches = make_batches(NUM_STEPS)
-    uninterrupted, resumed = TrainerTrial(four_roles, "uninterrupted"), TrainerTrial(four_roles, "resumed")
-    assert uninterrupted.run(batches, TWO) == WorkerExit.DONE
-    # Step 3 is trained and published while a rank's disk holds up what step 2 has copied, until kill -9.
-    no_restart = "supervision.max_restarts=0"
-    assert resumed.run(batches, TWO, no_restart, killed_in_save_of=2) == WorkerExit.CANNOT_CONTINUE
-    half = check_what_a_kill_in_a_save_leaves(resumed, batches)
-    assert resumed.run(batches, ONE, stop_after=4) == WorkerExit.DONE
-    assert not half.exists()
-    assert resumed.run(batches, SPLIT) == WorkerExit.DONE
-    assert [(commit.epoch, commit.step) for commit in resumed.commits()] == [
-        (1, 1),
-        *((2, step) for step in (2, 3, 4)),
-        *((3, step) for step in (5, 6)),
-    ]
-    expected, found = (
-        [(line["ppo/loss"], line["critic/loss"], line["ppo/kl_coef"]) for line in trial.metrics()]
-        for trial in (uninterrupted, resumed)
-    )
-    assert len(found) == NUM_STEPS
-    assert found == [pytest.approx(each, abs=1e-5) for each in expected]
-    # Every sample was delivered to every attempt, and trained on by one.
-    assert {step: set(uids) for step, uids in resumed.trained().items()} == {
-        step: {group.uid for group in batch} for step, batch in enumerate(batches, 1)
-    }
-
-
-def check_what_a_kill_in_a_save_leaves(trial: TrainerTrial, batches: Sequence[Sequence[Group]]) -> Path:
-    """The commit before is whole and the only one; the directory of the other, which nothing names, is given back."""
-    assert (trial.directory.weights_path / "v00000003-e1" / "manifest.json").exists()
-    (commit,) = trial.commits()
-    assert commit.step == 1
-    verify_checkpoint(trial.directory, commit)
-    assert trial.consumed(commit) == ({group.uid for group in batches[0]}, set())
-    (half,) = trial.directory.checkpoints_path.glob("step-00000002-e1-*")
-    assert not (half / "manifest.json").exists()
-    of_the_other_rank = half / "state" / "actor" / "train_state-00001-of-00002.safetensors"
-    assert of_the_other_rank.stat().st_size > 1000  # it waited for nobody
-    return half
 
 
 @pytest.mark.parametrize(

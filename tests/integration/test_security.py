@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
@@ -30,7 +31,6 @@ from tests.integration.evidence import (
     check_nothing_is_left,
     find_secrets,
 )
-from tests.integration.test_evaluation import check_evaluations, sampled
 from tests.integration.test_stop_and_resume import check_stopped, last_committed_step
 from tests.integration.trial_helpers import WORKERS, Material, Trial, read_lines, submit
 from tests.strangers import Stranger
@@ -225,6 +225,27 @@ def test_the_trial_trains_on_tells_nobody_its_secrets_and_outlives_whoever_is_ki
     check_it_outlives_kills_and_a_stop(trial, canaries)
     check_evaluations(trial, [0, NUM_STEPS])
     assert find_secrets(trial.directory, canaries) == set()
+
+
+def sampled(material: Material) -> dict[str, Any]:
+    """Settings: several answers to each problem, and the same problems from another file."""
+    return {
+        "evaluation.sampling.temperature": 1.0,
+        "evaluation.answers_per_problem": 4,
+        "evaluation.vote": r"(\d+)",
+        "evaluation.more.twice": material.held_out,
+    }
+
+
+def check_evaluations(trial: Trial, steps: Sequence[int]) -> None:
+    """Of these steps, beside which nothing was trained."""
+    evaluated = {line["step"]: line for line in trial.metrics() if "eval/accuracy" in line}
+    for line in (evaluated[step] for step in steps):
+        assert line["eval/problems"] == line["eval/twice/problems"] == 8 and line["eval/unjudged"] == 0
+        assert line["eval/version_min"] == line["eval/version_max"] == line["step"]
+        # The seeds are those of the row, whichever file has it, whoever answers.
+        assert line["eval/reward/mean"] == pytest.approx(line["eval/twice/reward/mean"])
+        assert line["eval/accuracy"] <= line["eval/pass@2"] <= line["eval/pass@4"] >= line["eval/majority"]
 
 
 def check_it_outlives_kills_and_a_stop(trial: Trial, secrets: Sequence[str]) -> None:

@@ -11,12 +11,10 @@ gets does not depend on time, so that two trials of the same answers train the s
 import asyncio
 import json
 import multiprocessing
-import os
-import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -41,9 +39,7 @@ from corral.experiments.worker_specs import RolloutWorkerSpec
 from corral.name_resolve.base import NameNotFoundError, NameService
 from corral.name_resolve.keys import TrialKeys
 from corral.scheduling.policy_version import INITIAL_VERSION, PolicyVersion, VersionSpan
-from corral.workers.backends import train_state
 from corral.workers.checkpoint.checkpoint import committed_ledger
-from corral.workers.checkpoint.durable_file import FileEntry
 from corral.workers.checkpoint.ledger import DROPPED, TRAINED, Ledger, numbers_of
 from corral.workers.checkpoint.published_weights import NOTHING_IN_USE
 from corral.workers.delivery.messages import TrajectoryHeader, VerdictKind, delivery_id, uid_of_delivery
@@ -83,7 +79,6 @@ class TrainerTrial:
         allocation: str,
         *overrides: str,
         stop_after: int | None = None,
-        killed_in_save_of: int | None = None,
     ) -> WorkerExit:
         """One attempt, to its end; how the master left.
 
@@ -91,8 +86,6 @@ class TrainerTrial:
             batches: the samples of each train step from the first one on; those that a commit has are delivered, too.
             allocation: of the roles.
             stop_after: ask for a stop when this step is published, as rl-stop does.
-            killed_in_save_of: rank 0 dies halfway through what it writes for the commit of this step, once the next
-                step is published.
         """
         self.directory.clear_stop_request()
         attempt = len(read_attempts(self.directory))
@@ -102,7 +95,7 @@ class TrainerTrial:
             TrialSecrets.create(self.directory.secrets_path)
         with ExitStack() as stack:
             place = _Place(stack.enter_context(running_names()), attempt)
-            stack.enter_context(_ranks(plan, place, killed_in_save_of))
+            stack.enter_context(_ranks(plan, place))
             context = stack.enter_context(place.context(plan, "master_worker", 0))
             context.names.add(context.keys.weights_in_use(), NOTHING_IN_USE)
             stack.enter_context(_Answering(plan, place, batches, stop_after=stop_after))
@@ -196,7 +189,7 @@ class _Place:
 
 
 @contextmanager
-def _ranks(plan: RunPlan, place: _Place, killed_in_save_of: int | None) -> Iterator[None]:
+def _ranks(plan: RunPlan, place: _Place) -> Iterator[None]:
     """Model workers, each in a process; they leave when the block ends.
 
     Raises:
@@ -207,8 +200,7 @@ def _ranks(plan: RunPlan, place: _Place, killed_in_save_of: int | None) -> Itera
     processes.set_forkserver_preload(["tests.workers.backends.imports_of_a_rank", "tests.integration.trainer_half"])
     world_size = plan.master.num_model_workers
     ranks: list[BaseProcess] = [
-        processes.Process(target=_be_rank, args=(plan.to_json(), place, rank, killed_in_save_of if rank == 0 else None))
-        for rank in range(world_size)
+        processes.Process(target=_be_rank, args=(plan.to_json(), place, rank)) for rank in range(world_size)
     ]
     try:
         for process in ranks:
@@ -217,10 +209,7 @@ def _ranks(plan: RunPlan, place: _Place, killed_in_save_of: int | None) -> Itera
         for process in ranks:
             process.terminate()
             process.join(_DEADLINE_S)
-        if killed_in_save_of is not None:
-            assert ranks[0].exitcode == -signal.SIGKILL
-        else:
-            assert [process.exitcode for process in ranks] == [WorkerExit.DONE] * world_size
+        assert [process.exitcode for process in ranks] == [WorkerExit.DONE] * world_size
     finally:
         for process in ranks:
             if process.is_alive():
@@ -228,33 +217,12 @@ def _ranks(plan: RunPlan, place: _Place, killed_in_save_of: int | None) -> Itera
                 process.join()
 
 
-def _be_rank(plan_json: bytes, place: _Place, rank: int, killed_in_save_of: int | None) -> None:
+def _be_rank(plan_json: bytes, place: _Place, rank: int) -> None:
     torch.set_num_threads(1)
     with place.context(RunPlan.from_json(plan_json), "model_worker", rank) as context:
         install_signal_handlers(context.stopping)
-        if killed_in_save_of is not None:
-            _die_in_save(context, killed_in_save_of)
         exit_code = run_to_exit_code(ModelWorker, context)
     raise SystemExit(int(exit_code))
-
-
-def _die_in_save(context: WorkerContext, step: int) -> None:
-    """From now on this process has a disk that stands still in the commit of a step, until kill -9."""
-    write_tensors = train_state.write_tensors
-
-    def write_half(path: Path, tensors: Mapping[str, torch.Tensor], **settings: Any) -> FileEntry:
-        if f"/step-{step:08d}-" not in str(path):
-            return write_tensors(path, tensors, **settings)
-        path.write_bytes(b"half of a header")
-        deadline = time.monotonic() + _DEADLINE_S
-        while PolicyVersion.parse(json.loads(context.names.get(context.keys.policy_version()))["version"]).step <= step:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"step {step + 1} was not published while step {step} was saved")
-            time.sleep(_POLL_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("alive")
-
-    train_state.write_tensors = write_half  # type: ignore[assignment]
 
 
 class _Answering:

@@ -210,10 +210,6 @@ class Trial:
         """Every reward of a slow trial takes so long from now on."""
         self._pace.set(pause_s=pause_s)
 
-    def hold_rewards(self) -> None:
-        """No reward of a slow trial is given any more."""
-        self._pace.set(until_step=0)
-
     def full_speed(self) -> None:
         """Rewards of a slow trial take no time from now on, and it may run to its end."""
         self._pace.lift()
