@@ -105,7 +105,7 @@ def test_versions_are_evaluated_as_an_array_interrupted_cancelled_and_asked_for_
     assert result is not None and (result.num_starts, result.num_prompts) == (2, NUM_PROBLEMS)
 
     arguments = [str(directory.path), "--step", "all", "--wait", "-o", "json", "--minutes", "5"]
-    printed = run_program(["rl-eval", *arguments], environment=os.environ | site.environment)
+    printed = run_program(["rl-eval", *arguments], environment=os.environ)
     shown, end = json.JSONDecoder().raw_decode(printed)
     assert printed[end:].splitlines()[-1].startswith("step ")  # what happened meanwhile, on the error stream
     assert [(one["step"], one["state"], one["result"]["num_prompts"]) for one in shown] == [

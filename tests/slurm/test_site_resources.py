@@ -73,11 +73,7 @@ SITES: Mapping[str, tuple[Mapping[str, Any], str, str]] = {
 """By what is special: the cluster, what is asked for, and why a worker of 9 CPUs and 5000 MB is refused."""
 
 
-# Memory is taken by CPUs on `per_cpu_cluster`, too; of whole nodes corral asks what it asks of any.
-RARE = [pytest.param(name, marks=pytest.mark.slow) for name in ("memory takes CPUs", "whole nodes")]
-
-
-@pytest.mark.parametrize("name", ["memory is not counted", "cores are kept", *RARE])
+@pytest.mark.parametrize("name", [*list(SITES)[:-1], pytest.param("whole nodes", marks=pytest.mark.slow)])
 def test_a_trial_completes_or_is_refused_by_number_and_rl_doctor_fails_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
