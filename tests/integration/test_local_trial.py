@@ -83,10 +83,8 @@ def check_watched_to_its_end(
     assert check_no_token_was_too_old(trial, eta=eta) == eta  # the bound is met, and made use of
     assert trial.train_steps() == list(range(1, NUM_STEPS + 1))
     compared = check_generator_and_trainer_agreed(trial)
-    if eta:
-        assert 0 < compared < sum(line.get("train/tokens", 0.0) for line in trial.metrics())
-    else:
-        assert {line["gap/coverage"] for line in trial.metrics() if "gap/tokens" in line} == {1.0}
+    # What older weights have made is not compared, nor what an update of the same step comes before.
+    assert 0 < compared < sum(line.get("train/tokens", 0.0) for line in trial.metrics())
     assert "found      logprob check: OK, max difference " in trial.run("rl-status")
     check_kept_answers(trial)
     check_timeline(trial)
