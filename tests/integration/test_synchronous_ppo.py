@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from corral.experiments.exit_codes import CommandExit
 from tests.integration.evidence import (
     check_every_sample_was_consumed_once,
     check_no_token_was_too_old,
@@ -98,6 +99,7 @@ def test_synchronous_ppo_and_asynchronous_ppo_at_eta_0_are_the_same_training(
             assert line["reward/part/digits"] == pytest.approx(line["rewards/mean"], abs=1e-6)
             assert 0.0 < line["reward/seconds"] <= line["reward/seconds/max"]
     check_same_training(in_turns, asynchronous)
+    assert "generator and trainer differ by " in in_turns.run("rl-status", "--check", exit_code=CommandExit.SUFFERS)
     shown = in_turns.run("rl-status")
     assert (
         in_turns.status()["state"] == "COMPLETE"
