@@ -18,11 +18,9 @@ _LONGEST = (  # in this order: seconds that they compute and wait
     "tests/workers/generation/test_backends.py",
     "tests/integration/test_sglang.py",
     "tests/integration/test_security.py",
-    "tests/slurm/test_combinations.py",
-    "tests/integration/test_customized_trial.py",
-    "tests/integration/test_local_trial.py",
-    "tests/integration/test_megatron.py",
     "tests/integration/test_synchronous_ppo.py",
+    "tests/integration/test_customized_trial.py",
+    "tests/integration/test_megatron.py",
     "tests/slurm/test_failures.py",
 )
 _LONG = (

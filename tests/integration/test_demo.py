@@ -14,7 +14,7 @@ _DEADLINE_S = 3600.0
 
 
 @pytest.mark.timeout(_DEADLINE_S + 60.0)
-@pytest.mark.slow  # test_local_trial.py opens the page of a short trial; `make demo` itself is a matter of minutes
+@pytest.mark.slow  # test_synchronous_ppo.py opens the page of a short trial; `make demo` itself is a matter of minutes
 def test_the_demo_learns_and_ends_with_its_page(tmp_path: Path) -> None:
     environment = {**os.environ, "BIN": str(PROGRAMS), "CORRAL_FILEROOT": str(tmp_path / "corral")}
     command = ["sh", str(ROOT / "experiments" / "recipes" / "demo.sh")]
