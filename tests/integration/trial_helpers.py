@@ -281,7 +281,7 @@ class Trial:
             if has_ended or time.monotonic() > deadline:
                 why = "the trial ended before" if has_ended else f"waited {timeout_s:.0f} s for"
                 raise AssertionError(f"{why} {what}\n{self.tails()}")
-            time.sleep(max(pause_s, 6.0 * (time.monotonic() - begun)))  # what takes long is done rarely
+            time.sleep(max(pause_s, 4.0 * (time.monotonic() - begun)))  # what takes long is done rarely
 
     def tails(self) -> str:
         """The journal and the last lines of every log, for people."""

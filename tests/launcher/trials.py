@@ -276,7 +276,7 @@ def wait_until(look: Callable[[], T | None], what: str, *, timeout_s: float = DE
         looked = time.monotonic()
         if looked > deadline:
             raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(max(0.02, 6.0 * (looked - begun)))
+        time.sleep(max(0.02, 4.0 * (looked - begun)))
         begun = time.monotonic()
     return found
 
