@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -38,6 +39,13 @@ def exact_distribution(temperature: float, top_p: float, top_k: int, min_p: floa
     return [probability / mass for probability in kept]
 
 
+@cache
+def uniforms_of_answers() -> torch.Tensor:
+    """Of the same token of many answers to one prompt."""
+    streams = [TokenUniforms.of(seed).on_device for seed in range(NUM_DRAWS)]
+    return token_uniforms(*torch.tensor(streams).unbind(1), torch.tensor(9)).float()
+
+
 @pytest.mark.parametrize(
     ("temperature", "top_p", "top_k", "min_p"),
     [
@@ -56,10 +64,8 @@ def exact_distribution(temperature: float, top_p: float, top_k: int, min_p: floa
 )
 def test_draws_follow_the_truncated_distribution(temperature: float, top_p: float, top_k: int, min_p: float) -> None:
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    streams = [TokenUniforms.of(seed).on_device for seed in range(NUM_DRAWS)]  # of answers to one prompt
-    uniforms = token_uniforms(*torch.tensor(streams).unbind(1), torch.tensor(9)).float()
     logits = torch.tensor([LOGITS]).expand(NUM_DRAWS, -1)
-    token_ids, logprobs = draw([params] * NUM_DRAWS, logits, uniforms)
+    token_ids, logprobs = draw([params] * NUM_DRAWS, logits, uniforms_of_answers())
     counts = token_ids.bincount(minlength=len(LOGITS)).tolist()
     for count, probability in zip(counts, exact_distribution(temperature, top_p, top_k, min_p), strict=True):
         deviation = math.sqrt(NUM_DRAWS * probability * (1 - probability))

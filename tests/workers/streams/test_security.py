@@ -35,7 +35,7 @@ CODEC: MessageCodec[OkReply] = MessageCodec(OkReply, trial_uuid=TRIAL)
 WORKERS_ROOT = Path(next(iter(corral.workers.__path__)))
 
 
-def test_only_the_security_module_makes_sockets() -> None:
+def test_only_the_security_module_makes_sockets_and_none_pickles() -> None:
     for path in WORKERS_ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "socket":
@@ -43,11 +43,6 @@ def test_only_the_security_module_makes_sockets() -> None:
                 assert is_plain_socket or path.name == "security.py", f"{path}:{node.lineno} makes a socket of its own"
             if isinstance(node, ast.Attribute) and node.attr in ("recv_pyobj", "send_pyobj"):
                 raise AssertionError(f"{path}:{node.lineno} pickles")
-
-
-def test_no_worker_module_pickles() -> None:
-    for path in WORKERS_ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not {name.split(".")[0] for name in names} & {"pickle", "cloudpickle", "dill"}, path
