@@ -119,20 +119,6 @@ def test_ppo_loss_and_gradient_equal_the_slow_loop(
     np.testing.assert_allclose(logprobs.grad.numpy(), gradient, atol=1e-6)
 
 
-def test_the_cap_takes_tokens_out_of_the_denominator_too() -> None:
-    mask = torch.tensor([True, True, True, False])
-    weights, kept = behaviour_weights(torch.tensor([0.0, 2.0, 0.1, 9.0]), torch.zeros(4), mask, cap=5.0)
-    assert kept.tolist() == [True, False, True, False]
-    np.testing.assert_allclose(weights, [1.0, 0.0, math.exp(0.1), 0.0], rtol=1e-6)
-    assert behaviour_weights(torch.tensor([2.0]), torch.zeros(1), torch.tensor([True]), cap=None)[1].tolist() == [True]
-
-
-def test_truncation_keeps_the_token_with_the_cap_as_its_weight() -> None:
-    mask = torch.tensor([True, True, False])
-    weights, kept = behaviour_weights(torch.tensor([0.0, 2.0, 9.0]), torch.zeros(3), mask, cap=5.0, truncates=True)
-    assert (weights.tolist(), kept.tolist()) == ([1.0, 5.0, 0.0], [True, True, False])
-
-
 def test_ppo_statistics_count_what_the_clips_did() -> None:
     # ratio 2 with a positive advantage: clipped; ratio 4 with a negative one: dual-clipped; ratio 1: neither.
     result = ppo_clip(

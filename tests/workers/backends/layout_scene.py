@@ -37,8 +37,8 @@ from tests.workers.backends.training_helpers import VOCAB_SIZE, make_sample, opt
 from tests.workers.engine.tiny_models import generate_greedily
 from tests.workers.some_samples import some_of
 
-NUM_STEPS = 4
-SAVED_AFTER = 2
+NUM_STEPS = 3
+SAVED_AFTER = 1
 """Steps before the state that other layouts go on from."""
 OPTIMIZER = optimizer_config(lr=5e-3, weight_decay=0.1, gradient_clipping=0.5)
 LENGTHS = [[5, 17, 9], [30, 4, 4], [3, 12], [20, 8, 21, 6]]  # ragged, and odd in sum

@@ -1,7 +1,7 @@
 """A tiny mixture of experts, trained in trainer groups of several layouts, and by a plain loop over transformers.
 
 recorded(tokens)   where each token is said to have gone: hardly ever where the router itself would send it
-play_experts       rank by rank: one step, its state, three more; then steps 3 and 4 from another layout's state
+play_experts       rank by rank: one step, its state, two more; then steps 2 and 3 from another layout's state
 forced_loop        transformers, one answer after the other, its routers told the same
 """
 
@@ -161,9 +161,7 @@ def _mesh_of(layout: str) -> Mesh:
 
 
 def _train_and_save(engine: MegatronEngine, make: Callable[[int], SequenceSample], directory: Path) -> Stats:
-    stats = train(engine, range(1), make=make)
-    engine.state_shard().write(directory / "first")
-    stats += train(engine, range(1, SAVED_AFTER), make=make)
+    stats = train(engine, range(SAVED_AFTER), make=make)
     engine.state_shard().write(directory / "state")
     stats += train(engine, range(SAVED_AFTER, NUM_STEPS), make=make)
     engine.import_weights(engine.export_weights())  # as models of any backend give them to each other

@@ -62,7 +62,7 @@ def assert_trained_alike(scene: Scene, layout: str) -> None:
         for step in range(NUM_STEPS):
             for name, value in expected[step].items():
                 assert stats[step][name] == pytest.approx(value, rel=1e-4, abs=1e-5), (step, name)
-    state = whole_state(scene.directory / layout / "first")
+    state = whole_state(scene.directory / layout / "state")
     kept = (1 - OPTIMIZER.betas[0]) * min(1.0, OPTIMIZER.gradient_clipping / expected[0]["train/grad_norm"])
     assert len(state) == 4 * len(gradients)  # parameter, two moments, number of steps
     for name, gradient in gradients.items():
