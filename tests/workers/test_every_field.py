@@ -63,7 +63,7 @@ REPORTS = f"{WORKER}::one_rank_reports_what_is_equal_on_all"
 AT_ONCE = f"{WORKER}::what_is_answered_at_once_is_done_by_its_part"
 BEHIND = f"{WORKER}::what_is_copied_for_a_commit_is_written_while_other_requests_run"
 IN_TURN = f"{WORKER}::what_waits_for_its_turn_is_done_by_the_models"
-NAMED_KEYS = f"{MODELS}::a_call_reads_and_makes_keys_under_the_names_that_the_graph_gives_them"
+NAMED_KEYS = f"{MODELS}::a_key_of_the_users_own_goes_from_call_to_call_under_the_name_that_the_graph_gives_it"
 MOVED_WEIGHTS = f"{MODELS}::weights_move_from_one_model_into_another_and_may_be_averaged"
 EACH_ROLE = f"{MODELS}::every_trained_role_goes_on_from_its_own_weights_and_numbers"
 LOOKED_AT = f"{CALLS}::held_out_rows_are_dealt_to_a_call_that_evaluates_and_one_rank_reports"
@@ -76,7 +76,7 @@ CALL = {
     "name": f"{CALLS}::the_name_says_which_call_a_rank_runs",
     "model_name": f"{CALLS}::role_and_replica_say_which_ranks_are_asked",
     "call_type": f"{CALLS}::the_kind_says_what_a_rank_is_asked_and_one_rank_of_a_train_step_reports",
-    "implementation": f"{MODELS}::a_key_of_the_users_own_goes_from_one_call_to_the_next",
+    "implementation": NAMED_KEYS,
     "n_seqs": f"{STEP}::a_call_waits_for_its_own_keys_and_takes_as_many_as_it_says",
     "input_keys": f"{CALLS}::what_a_call_reads_goes_to_its_ranks_and_nothing_else",
     "output_keys": f"{CALLS}::what_a_call_makes_is_known_to_lie_where_it_was_made",

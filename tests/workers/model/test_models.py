@@ -133,28 +133,6 @@ def test_a_rank_without_samples_takes_part_and_adds_nothing(folder: Path) -> Non
     assert store.uids == []
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_never_stopped(folder: Path) -> None:
-    through = models_of(folder, filled_store())
-    initialize(through, folder / "actor")
-    for name in ("first", "second", "state"):
-        (folder / name).mkdir()
-    train(through, 0)
-    through.save_weights("actor", folder / "first", on_progress=no_progress)
-    through.role_save("actor", with_weights=False).state.write(folder / "state")
-    train(through, 1)
-    through.save_weights("actor", folder / "second", on_progress=no_progress)
-
-    resumed = models_of(folder, filled_store())
-    initialize(resumed, folder / "first", folder / "state")
-    train(resumed, 1)
-    (folder / "again").mkdir()
-    resumed.save_weights("actor", folder / "again", on_progress=no_progress)
-    expected, actual = read_weights(folder / "second"), read_weights(folder / "again")
-    assert expected.keys() == actual.keys()
-    assert all(torch.equal(expected[name], actual[name]) for name in expected)
-    assert not all(torch.equal(expected[name], tensor) for name, tensor in read_weights(folder / "first").items())
-
-
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2, alpha=4.0)], ids=["all", "adapters"])
 def test_a_save_that_was_copied_holds_what_the_role_was_then(lora: LoraConfig | None, folder: Path) -> None:
     reference, actor = specification(folder).roles
@@ -338,38 +316,7 @@ class Doubled(Counted):
         return {"doubled": 2 * sample.data["num_tokens"]}
 
 
-def test_a_key_of_the_users_own_goes_from_one_call_to_the_next(folder: Path) -> None:
-    spec = specification(folder)
-    common = {"model_name": ModelName("ref"), "call_type": CallType.INFERENCE, "n_seqs": 2}
-    counted, doubled = (
-        ModelFunctionCall.model_validate(common | fields)
-        for fields in (
-            {
-                "name": "counted",
-                "implementation": f"{__name__}:Counted",
-                "input_keys": ("input_ids",),
-                "output_keys": ("num_tokens",),
-            },
-            {
-                "name": "doubled",
-                "implementation": f"{__name__}:Doubled",
-                "input_keys": ("input_ids", "num_tokens"),
-                "output_keys": ("doubled",),
-            },
-        )
-    )
-    store = DataStore(merge_keys([NUM_TOKENS, DOUBLED]))
-    store.put(SAMPLE.select_keys(["input_ids"]))
-    models = Models(spec.model_copy(update={"calls": [counted, doubled]}), store, PLACES, seed=0, secrets=())
-    initialize(models, folder / "actor")
-    models.inference(Inference(mfc="counted", uids=UIDS))
-    assert store.holds("0:1", "num_tokens") and not store.holds("0:1", "doubled")
-    for uids in ([], UIDS):
-        models.inference(Inference(mfc="doubled", uids=uids))
-    assert store.gather(UIDS, ["doubled"]).data["doubled"].tolist() == [12.0, 18.0]
-
-
-def test_a_call_reads_and_makes_keys_under_the_names_that_the_graph_gives_them(folder: Path) -> None:
+def test_a_key_of_the_users_own_goes_from_call_to_call_under_the_name_that_the_graph_gives_it(folder: Path) -> None:
     common = {"model_name": ModelName("ref"), "call_type": CallType.INFERENCE, "n_seqs": 2}
     counted = {"name": "counted", "implementation": f"{__name__}:Counted", "input_keys": ("input_ids",)}
     doubled = {"name": "doubled", "implementation": f"{__name__}:Doubled", "input_keys": ("input_ids", "lengths")}
@@ -380,8 +327,10 @@ def test_a_call_reads_and_makes_keys_under_the_names_that_the_graph_gives_them(f
     store.put(SAMPLE.select_keys(["input_ids"]))
     models = Models(specification(folder).model_copy(update={"calls": calls}), store, PLACES, seed=0, secrets=())
     initialize(models, folder / "actor")
-    for name in ("counted", "doubled"):
-        models.inference(Inference(mfc=name, uids=UIDS))
+    models.inference(Inference(mfc="counted", uids=UIDS))
+    assert not store.holds("0:1", "doubled"), "the graph has no use for what this call makes of it"
+    for uids in ([], UIDS):
+        models.inference(Inference(mfc="doubled", uids=uids))
     assert store.gather(UIDS, ["lengths"]).data["lengths"].tolist() == [6.0, 9.0]
     assert store.gather(UIDS, ["doubled"]).data["doubled"].tolist() == [12.0, 18.0]
     assert not store.holds("0:1", "num_tokens")
