@@ -158,7 +158,7 @@ class Clockwork:
     def _server(self, number: int) -> Server:
         name = f"generation_server/{number}"
         server = self.table.appeared(name, url=name, control="", incarnation="a")
-        self.table.happened(server, "told")
+        self.table.happened(server, "updating")
         self.table.happened(server, "verified", version=self.known)
         return server
 
@@ -268,7 +268,7 @@ class Clockwork:
             rows.still_until = self.now + UPDATE_S
             for answer in rows.running:
                 answer.ends += UPDATE_S
-            self.table.happened(rows.server, "told")
+            self.table.happened(rows.server, "updating")
             self.at(rows.still_until, partial(self.updated, rows, self.known))
 
     def updated(self, rows: Rows, version: PolicyVersion) -> None:

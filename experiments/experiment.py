@@ -456,7 +456,7 @@ class Experiment(FrozenConfig):
         return ()
 
     def role_settings(self, role: str) -> Mapping[str, Any]:
-        """What model workers are told of a role besides what its model says: fields of ModelRoleSpec."""
+        """Fields of ModelRoleSpec that its model's configuration does not give."""
         return {}
 
     def replicas(self, first: ModelRoleSpec) -> list[ModelRoleSpec]:
@@ -464,7 +464,7 @@ class Experiment(FrozenConfig):
         return []
 
     def rank_settings(self) -> Mapping[str, Any]:
-        """What every training rank is told of answers, how they are made and who judges: fields of ModelWorkerSpec."""
+        """Fields of ModelWorkerSpec about answers: how every training rank generates and judges them."""
         return {}
 
     def generation_side(self, dataset: DatasetSpec) -> list[WorkerSpec]:

@@ -29,7 +29,7 @@ from corral.experiments.config.model import (
     RewardModelConfig,
 )
 from corral.experiments.config.presets import SHOWING
-from corral.experiments.config.rollout import GenerationConfig, RewardConfig, remarks_size, told_parts
+from corral.experiments.config.rollout import GenerationConfig, RewardConfig, remarks_size, reported_parts
 from corral.experiments.experiment import Experiment
 from corral.experiments.inputs.decoder_config import MIXTURES, decoder_sizes, is_mixture
 from corral.experiments.inputs.model_directory import context_length, model_type, read_config
@@ -133,7 +133,7 @@ class PolicyExperiment(Experiment):
 
     @property
     def routes_anew(self) -> bool:
-        """Whether the actor is a mixture that is not told whom the generator chose."""
+        """Whether the actor is a mixture that routes tokens without the generator's recorded experts."""
         return self.routed_experts is None and is_mixture(read_config(self.actor.path) or {})
 
     @property
@@ -142,7 +142,7 @@ class PolicyExperiment(Experiment):
 
     @property
     def trajectory_keys(self) -> tuple[str, ...]:
-        """What comes with the answers."""
+        """The keys that come with the answers."""
         of_experts = () if self.routed_experts is None else (ROUTED_EXPERTS,)
         for_people = (key.name for key in self._keys_for_people)
         of_teachers = [key.name for key in self._served_keys] + [TEACHER_PROMPT] * bool(self.teacher_prompt_tokens)
@@ -158,8 +158,8 @@ class PolicyExperiment(Experiment):
     def model_keys(self) -> tuple[Key, ...]:
         of_experts = () if self.routed_experts is None else (self.routed_experts.key,)
         of_teachers = teacher_keys(self.ppo.distillation.top_k) if self.teacher_roles else ()
-        told = (teacher_prompt_key(tokens),) if (tokens := self.teacher_prompt_tokens) else ()
-        return (*of_experts, *self._keys_for_people, *of_teachers, *told, *self._served_keys)
+        of_prompts = (teacher_prompt_key(tokens),) if (tokens := self.teacher_prompt_tokens) else ()
+        return (*of_experts, *self._keys_for_people, *of_teachers, *of_prompts, *self._served_keys)
 
     @property
     def teacher_prompt_tokens(self) -> int:
@@ -168,7 +168,7 @@ class PolicyExperiment(Experiment):
 
     @property
     def _keys_for_people(self) -> tuple[Key, ...]:
-        parts = told_parts(self.rollout.reward)
+        parts = reported_parts(self.rollout.reward)
         size_bytes = remarks_size(self.rollout.reward, of_episodes=self.rollout.makes_episodes)
         return (
             *((reward_parts_key(len(parts)),) if parts else ()),
@@ -180,7 +180,7 @@ class PolicyExperiment(Experiment):
         """Whether the proximal policy is computed before the train step.
 
         The only update of a step is computed with the weights that the step begins with: the proximal policy is then
-        what the train step computes anyway. Not so with dropout, which a train step alone has, nor for whoever else
+        what the train step computes anyway. Not so with dropout, which a train step alone has, nor if another call
         reads the numbers.
         """
         return self.ppo.use_decoupled_loss and (self._proximal_may_differ or self._counts_what_is_left)
@@ -224,11 +224,11 @@ class PolicyExperiment(Experiment):
             infer("actor_inf", "actor", self.actor.implementation, routed, {"logprobs": PROXIMAL})
         if self.ref is not None:
             infer("ref_inf", "ref", "ppo_actor", masked, {"logprobs": "ref_logprobs"})
-        told = [key.name for key in teacher_keys(self.ppo.distillation.top_k)]
+        names = [key.name for key in teacher_keys(self.ppo.distillation.top_k)]
         for role in self.teacher_roles:
             suffix = role.removeprefix("teacher")
-            told_more = (TEACHER_PROMPT,) if self.teacher_prompt_tokens else ()
-            infer(f"{role}_inf", role, "teacher", (*masked, *told_more), {name: f"{name}{suffix}" for name in told})
+            more = (TEACHER_PROMPT,) if self.teacher_prompt_tokens else ()
+            infer(f"{role}_inf", role, "teacher", (*masked, *more), {name: f"{name}{suffix}" for name in names})
         outputs = [key for call in made for key in call.output_keys]
         if self.reward_model is not None:
             # With the keys that an interface of the user's own reads, and those that it makes beside rewards.

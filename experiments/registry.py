@@ -195,7 +195,7 @@ def _with_what_follows(data: dict[str, Any], experiment_class: type[Experiment])
 
 
 def _gpus_per_server(allocation: Any) -> int:
-    """As the allocation says; what is wrong with one that says nothing is told later, beside all else."""
+    """As the allocation says; an allocation that is wrong is reported later, beside all other errors."""
     try:
         return parse_allocation(allocation).gpus_per_server if isinstance(allocation, str) else 1
     except ValueError:

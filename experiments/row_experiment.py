@@ -76,7 +76,7 @@ class SFTExperiment(RowExperiment):
 
     @property
     def held_out_kind(self) -> RowKind:
-        # Problems are answered by the model, and their answers compared; of conversations the loss alone is told.
+        # The model answers problems, and the answers are compared; conversations have a loss only.
         return "answers" if self.answers_held_out else "conversations"
 
     def calls(self) -> list[ModelFunctionCall]:

@@ -26,7 +26,7 @@ from corral.scheduling.keys import BUILT_IN_KEYS, Key, merge_keys
 from corral.scheduling.model_function_call import CallType, ModelFunctionCall, ModelName, PublishWeightsHook
 
 _OF_TRAINING = ("optimizer", "lora", "recompute", "gradient_sums")
-"""Settings of trained models alone that model workers are told."""
+"""Settings in the specification of trained models only."""
 
 
 def worker_specs(experiment: Experiment) -> list[WorkerSpec]:
@@ -47,7 +47,7 @@ def read_dataset(experiment: Experiment) -> DatasetSpec:
 
 
 def role_specs(experiment: Experiment) -> list[ModelRoleSpec]:
-    """What model workers are told of each role, and of replicas."""
+    """The specification of each role and of replicas, for model workers."""
     specs = []
     for role, model in experiment.models.items():
         head, backend = experiment.heads.get(role, "lm"), experiment.parsed_allocation.training_of(role).backend
@@ -197,7 +197,7 @@ def check_publication(graph: DataflowGraph, published: ModelName) -> None:
     training = [call for call in graph.calls if call.call_type is CallType.TRAIN_STEP and call.model_name == published]
     if training and not publishing:
         raise RuleError(
-            f"call {training[-1].name!r} trains {published}, and no call publishes its weights: whoever generates "
+            f"call {training[-1].name!r} trains {published}, and no call publishes its weights: the generators "
             "would keep the first ones, and exports would be copies of them",
             "give it a PublishWeightsHook",
         )

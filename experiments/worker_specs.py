@@ -1,4 +1,4 @@
-"""What each worker of a trial is told: one complete, typed specification per process, kept in plan.json."""
+"""The specification of each worker of a trial: complete and typed, one per process, kept in plan.json."""
 
 import hashlib
 from pathlib import Path
@@ -349,7 +349,7 @@ class EnvironmentSpec(FrozenConfig):
     packages: dict[str, str]
     """Versions of what it is made of, by name."""
     sha256: str
-    """Digest of its own source: another one plays otherwise, which is told."""
+    """Digest of its own source. With another source it may play otherwise, and a warning says so."""
 
 
 class RolloutWorkerSpec(FrozenConfig):

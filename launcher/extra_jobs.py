@@ -444,7 +444,7 @@ class ExtraJobs:
     _thread: ThreadPoolExecutor = field(init=False)
     _turn: Future[None] | None = None
     _running: dict[int, RunningAllocation] = field(default_factory=dict)
-    """Of extra jobs, by index, as the supervisor has been told."""
+    """Of extra jobs, by index, as the supervisor knows them."""
     _wishes: deque[Callable[[], None]] = field(default_factory=deque)
     """For the next turn."""
     _news: deque[tuple[str, dict[str, object]]] = field(default_factory=deque)
@@ -477,13 +477,13 @@ class ExtraJobs:
                 self._turn.result()
             self._turn = self._thread.submit(self._take_turn, now)
         self._record_news()
-        told = [self._events.popleft() for _ in range(len(self._events))]
-        for event in told:
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        for event in events:
             if event.nodes is not None:
                 self._running[self._index_by_name[event.name]] = event.nodes
             elif event.news == "lost":
                 del self._running[self._index_by_name[event.name]]
-        return told
+        return events
 
     def check_nodes(self, name: str) -> None:
         """Find out whether the nodes of an allocation are still there."""

@@ -330,7 +330,7 @@ class NameService(LeaseStore):
         """Values by name, sorted by name, of `root` itself and all names below `root/`; "" is all names."""
 
     def delete(self, name: str) -> None:
-        """Delete a name, whoever owns it, if it is there.
+        """Delete a name if it exists, whatever its owner.
 
         The owner of a living lease registers it again at its next beat: deleting makes a stale record go away, it does
         not evict anybody.
@@ -376,8 +376,8 @@ class NameService(LeaseStore):
     def changes(self, seen: Mapping[str, str], *, timeout_s: float) -> dict[str, str]:
         """Wait until something has changed directly below a root, or the time is over.
 
-        What changed while nobody waited is told at once, and so is whatever comes back to a service that had lost
-        everything. That a record expired is not told.
+        A change while no caller waited is returned at once, and so is a record that returns to a service that had lost
+        everything. The expiry of a record is not a change.
 
         Args:
             seen: by root ("" for names without a slash), the mark of its last change that the caller knows; "" for
@@ -391,8 +391,8 @@ class NameService(LeaseStore):
     def lease(self, name: str, value: str, *, ttl_s: float, owner: str) -> Lease:
         """Register a value that stays while this process lives and reaches the service; see `lease.py`.
 
-        Whoever else has the name finds its lease lost: who registers was started because the earlier owner died, and
-        need not wait for the dead one's record to expire.
+        Another owner of the name loses its lease: the caller was started because the earlier owner died, and need not
+        wait for the record of the dead owner to expire.
 
         Args:
             owner: identifies one incarnation ("rollout_worker/0 epoch 3 pid 4711"); the same owner may register again.

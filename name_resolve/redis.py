@@ -6,8 +6,8 @@
 
 A subtree is a range of the sorted set plus one MGET: it costs what it returns, where KEYS and SCAN cost what the server
 holds. Lua scripts change a record and the set in one step, so the set always contains every living name; a name whose
-record has expired is skipped, and taken out by whoever meets it. They compare and write without anything in between,
-which a GET followed by a SET cannot:
+record has expired is skipped, and removed by the next call that finds it. They compare and write without anything in
+between, which a GET followed by a SET cannot:
 
     store    nothing there | same owner | replace --> SET, add to the set, mark a change -> ""
              another owner's record               -------------------------------------> that owner
@@ -98,9 +98,9 @@ return #ARGV
 
 
 class ProvedConnection(Connection):
-    """A connection that says nothing before whoever listens has proved that the trial's key is his.
+    """A connection that sends nothing before the server has proved that it has the trial's key.
 
-    redis-py's own for TLS takes the certificates of the system as well, so that whoever has one of these would do.
+    redis-py's own TLS connection accepts the certificates of the system as well, so that their owners would pass.
     """
 
     def __init__(self, *, tls: ssl.SSLContext, **arguments: Any) -> None:

@@ -211,7 +211,7 @@ class Scheduling(JobOptions):
     gpu_type: Annotated[str | None, _word(r"[A-Za-z0-9._-]+")] = None
     """GRES type of the GPUs ("a100"); None takes any."""
     gpu_binding: Literal["per_task", "slice", "none"] | None = None
-    """`slice`: the tasks of a node share one device cgroup, and each is told its part in CUDA_VISIBLE_DEVICES, so that ranks reach each other's memory (CUDA IPC, NVLink). `per_task`: SLURM shows a task its own GPUs only. `none`: all GPUs of the step. None: `slice` on nodes that have several training ranks, `per_task` elsewhere."""  # noqa: E501
+    """`slice`: the tasks of a node share one device cgroup, and each gets its part in CUDA_VISIBLE_DEVICES, so that ranks reach each other's memory (CUDA IPC, NVLink). `per_task`: SLURM shows a task its own GPUs only. `none`: all GPUs of the step. None: `slice` on nodes that have several training ranks, `per_task` elsewhere."""  # noqa: E501
     mem: MemoryMb = Field(ge=1)
     """Memory per task in MB; a string may carry a unit ("20G")."""
     container_image: Annotated[str, _checked(_check_image)] | None = None

@@ -188,7 +188,7 @@ def is_trainable(min_version: int, trainer_version: int, eta: int) -> bool:
 
 
 class StaleTokenError(RuntimeError):
-    """A batch has a token that is too old to train on: whoever chose it counted wrongly."""
+    """A batch has a token that is too old to train on: the code that chose the batch counted wrongly."""
 
 
 def require_trainable(uid: str, *, oldest: int, trainer_version: int, eta: int) -> None:
@@ -225,7 +225,7 @@ class ReorderWindow:
     """How far a sample may get ahead of older prompts that are still being answered, in prompts.
 
     A prompt has its place in the order of all passes, and keeps it when it is issued again: which places are missing
-    follows from what is settled and what is ready, whoever died or started again in between.
+    follows from what is settled and what is ready, whichever workers died or restarted in between.
 
     Example:
         window = ReorderWindow(2, ["0:a", "0:b", "0:c"], is_settled=lambda uid: False)

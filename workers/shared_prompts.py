@@ -47,7 +47,7 @@ class PromptGroup(NamedTuple):
 
 
 class SharedRow(NamedTuple):
-    """What a model is told and asked of a row that has prompts once; tensors are on the training device."""
+    """A model's inputs for a row that has each prompt once; tensors are on the training device."""
 
     groups: tuple[PromptGroup, ...]
     """The whole row, from its beginning."""
@@ -176,7 +176,7 @@ def shared_row(groups: tuple[PromptGroup, ...], input_ids: Tensor) -> tuple[Tens
 # A softmax over two sets of keys is made of those over each: o = (e^l1 o1 + e^l2 o2) / (e^l1 + e^l2) for results o and
 # logarithms l of the sums (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). Nothing is made for the
 # pairs of answers, and no key or value is there twice; what is kept for the backward pass is what one call over the row
-# keeps. The kernel's backward pass of a set of keys, told the merged result and sum, gives the share of that set.
+# keeps. The kernel's backward pass of a set of keys, given the merged result and sum, gives the part of that set.
 
 _ATEN = torch.ops.aten
 

@@ -74,7 +74,7 @@ class KLConfig(FrozenConfig):
 
     @property
     def is_charged(self) -> bool:
-        """Whether rewards are less by it, so that whoever estimates advantages has to know it."""
+        """Whether rewards are less by it, so that the estimate of advantages has to know it."""
         return self.coef > 0.0 and self.place == "reward"
 
     @property

@@ -73,7 +73,7 @@ class ClusterConfig(FrozenConfig):
             case "gpus":
                 return "gpus-per-node", amount
             case "none":
-                # Nobody counts the GPUs there: whoever shares a node would share them too.
+                # Nobody counts the GPUs there: jobs on the same node would share them too.
                 return "exclusive", None
 
 

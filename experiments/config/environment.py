@@ -1,4 +1,4 @@
-"""An environment of a package: which one, what it is told, and the Python that it runs in."""
+"""An environment of a package: its name, its arguments, and the Python that it runs in."""
 
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ class EnvironmentConfig(FrozenConfig):
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/@-]*$")
     """Its taskset, by the name of its package."""
     args: dict[str, Any] = {}
-    """What it is told, as its package names it: {taskset: {num_tasks: 100}}. Agents play by {harness: {id: corral_chat}}, or null where tasks have tools, and {runtime: {type: subprocess}}, where neither this nor the package says otherwise."""  # noqa: E501
+    """Its arguments, as its package names them: {taskset: {num_tasks: 100}}. Agents play by {harness: {id: corral_chat}}, or null where tasks have tools, and {runtime: {type: subprocess}}, where neither this nor the package says otherwise."""  # noqa: E501
     held_out_args: dict[str, Any] | None = None
-    """What it is told beside `args` for the tasks of `evaluation`, whose dataset then has no path: {taskset: {split: test}}."""  # noqa: E501
+    """Its arguments beside `args` for the tasks of `evaluation`, whose dataset then has no path: {taskset: {split: test}}."""  # noqa: E501
     num_tasks: int | None = Field(default=None, ge=1)
     """Its first so many tasks; None is all. One that makes them without end needs it. Not of those held out."""
     variables: list[str] = []

@@ -94,7 +94,7 @@ def functions_of(parts: Mapping[str, RewardPart]) -> str:
     return ", ".join(dict.fromkeys(part.function for part in parts.values()))
 
 
-def told_parts(parts: Mapping[str, RewardPart]) -> tuple[str, ...]:
+def reported_parts(parts: Mapping[str, RewardPart]) -> tuple[str, ...]:
     """The names of those that each answer says the numbers of: all, where there are several."""
     return tuple(parts) if len(parts) > 1 else ()
 

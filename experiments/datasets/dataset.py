@@ -4,7 +4,7 @@
 
 The name of a row is its id, or its number in the source; with several sources, behind the name of its own: gsm8k/17.
 What is looked at before a trial: the names of all rows; and whole rows, all of them or `MOST_LOOKED_AT` evenly from
-everywhere. What is wrong with one that was not looked at is told when its turn comes, and the row is dropped.
+everywhere. A wrong row that was not looked at is reported when its turn comes, and dropped.
 """
 
 import math

@@ -178,7 +178,7 @@ def cache_folder() -> Path:
 
 
 def kept_once(name: str, write: Callable[[Path], None]) -> Path:
-    """A file of the cache, written if it is not there; whoever is late finds the whole of it, or writes the same.
+    """A file of the cache, written if it is missing; a later process finds the whole file, or writes the same.
 
     Args:
         name: that says all that it follows from.

@@ -152,8 +152,8 @@ def _without_fillers(value: Any, kind: "pyarrow.DataType") -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What a row says as JSON has it, which rewards and agents are told it in: times by ISO 8601, decimal numbers as
-    text, bytes as base64."""
+    """The values of a row as JSON, as rewards and agents receive them: times by ISO 8601, decimal numbers as text,
+    bytes as base64."""
     # Times of pandas are none of Python's.
     return msgspec.to_builtins(value, enc_hook=lambda other: other.isoformat())
 

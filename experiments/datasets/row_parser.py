@@ -34,7 +34,7 @@ class DatasetRow:
     row_id: unique in the data; with the dataset epoch it makes the sample's uid.
     prompt: text, messages, or token ids; no messages at all before an answer that is a whole conversation.
     teacher_prompt: what teachers read in its place; the same, where the row says nothing else.
-    tools: what the model is told that it may call, beside messages.
+    tools: the tools that the model may call, beside messages.
     answers: the reference answer if there is one, or the chosen and the rejected answer.
     fields: everything that the row says, for rewards and agents of one's own.
     place: where it stands, for people: train.jsonl:41.

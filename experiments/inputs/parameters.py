@@ -168,7 +168,7 @@ def _size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:
-        return 0  # what is wrong with the directory is told elsewhere
+        return 0  # the directory's error is reported elsewhere
 
 
 def adapted_layers(lora: LoraConfig, shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -146,7 +146,7 @@ class ChatRenderer:
 
     @property
     def lacks_for_tools(self) -> str:
-        """Why a model is never told of tools, or its calls are not found; empty if nothing lacks."""
+        """Why a model never sees the tools, or its calls are not found; empty if all is well."""
         if TOOLS in self.unwritten:
             return "the model's chat template shows no tools"
         return "" if self.tool_calls else "the model's chat template writes calls in no form that is known"

@@ -27,7 +27,7 @@ _LONG_TEXT = 2**16  # characters
 
 def load_tokenizer(directory: Path) -> "Tokenizer":
     """The `tokenizers.Tokenizer` of a model directory, without the truncation and padding that were saved with it:
-    these are settings of whoever encoded a batch last, and transformers leaves them aside, too.
+    these are settings of the last caller that encoded a batch, and transformers leaves them aside, too.
 
     Raises:
         ValueError: if its tokenizer.json cannot be used.

@@ -36,7 +36,7 @@ _WAY_OUT = "this attempt cannot go on; rl-stop what still runs of it, then rl-su
 
 
 _MOST_OF_ITS_OWN = 2
-_MOST_AT_ALL = 10  # in a row, whoever ended them: each has waited in the queue, so a human has had the time to look
+_MOST_AT_ALL = 10  # in a row, whatever ended them: each has waited in the queue, so a human has had the time to look
 
 
 class EndState(StrEnum):
@@ -172,7 +172,7 @@ def begin_attempt(
         newest = numbers[-1] if numbers else -1
         if own is None and newest >= 0 and read_claim(directory, newest) is None:
             write_if_absent(_claim_path(directory, newest), msgspec.json.encode(claim))
-            continue  # whoever won it is found now
+            continue  # the winner's record is read now
         # One look at the log for both: a stop that arrives later is at or after start_slot, so it stops the attempt.
         state = TrialLog(directory.log_path).read()
         attempts = read_attempts(directory)

@@ -46,7 +46,7 @@ def remove_if_unused(path: Path) -> bool:
     try:
         if not is_private(descriptor) or not try_lock(descriptor, fcntl.LOCK_EX) or not is_at(descriptor, path):
             return False
-        # Whoever comes now makes a new one, and does not wait for the removal.
+        # The next process makes a new one, and does not wait for the removal.
         doomed = path.with_name(f"{REMOVING}{random_tokens.token_hex(8)}")
         path.rename(doomed)
         if (failure := remove_tree(doomed)) is not None:  # it is found by the next one who looks

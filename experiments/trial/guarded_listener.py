@@ -60,7 +60,7 @@ class Unproven:
         self._of_peer = Counter[int | str]()
         self._kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG)
         self._kernel.settimeout(_PAUSE_S)
-        self._told = 0.0
+        self._warned_at = 0.0
 
     def add(self, key: Any, connection: socket.socket, other_end: Any, close: Callable[[], bool]) -> None:
         """A connection is there; an earlier one of the same key has ended.
@@ -105,9 +105,9 @@ class Unproven:
         if connection is None or not connection.close():
             return
         self.refused[self._port] += 1
-        if time.monotonic() - self._told >= _LOG_INTERVAL_S:
-            self._told = time.monotonic()
-            logger.warning("%s", told_refusals())
+        if time.monotonic() - self._warned_at >= _LOG_INTERVAL_S:
+            self._warned_at = time.monotonic()
+            logger.warning("%s", describe_refusals())
 
 
 class GuardedListener:
@@ -206,7 +206,7 @@ def most_unproven() -> int:
     return min(_MOST_UNPROVEN, max(1, open_files // _DESCRIPTORS_EACH))
 
 
-def told_refusals() -> str:
+def describe_refusals() -> str:
     """What this process's listeners have refused, for people; "" for nothing."""
     refused = list(Unproven.refused.items())  # several threads have ports
     return ", ".join(f"{number} connections from strangers refused at port {port}" for port, number in refused)

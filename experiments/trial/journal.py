@@ -140,7 +140,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         if event is not None:
             events.append(event)
         elif number < len(lines):
-            # A line that was cut short counts for nothing, by agreement; whoever could not write it was told.
+            # A line that was cut short is ignored by every reader; its writer got an error.
             level = logging.INFO if line.startswith(_BEGINNING) and not line.endswith(b"}") else logging.WARNING
             logger.log(level, "%s line %d is not a journal event, skipped: %r", path, number, line[:80])
     return events

@@ -4,7 +4,8 @@
         line 1        whose trial, which session of processes, since when
         further ones  paths: a folder in memory, a temporary folder, a name in /dev/shm, a file of secrets
 
-Whoever gets the lock of a record knows that its owner is gone, and removes what is in it (launcher/trial/processes.py).
+The process that gets the lock of a record knows that the owner is gone, and removes the record's leftovers
+(launcher/trial/processes.py).
 Guarantee: nothing that a living process uses is removed: folders are locked by those who use them, and a file of
 secrets is known by its time, so that those made anew under its name stay.
 """
@@ -28,7 +29,7 @@ from corral.experiments.trial.directory import remove_file
 from corral.experiments.trial.flocks import is_private, open_directory, remove_if_unused, try_lock
 
 _MAPPED_WHILE_USED: Final = ("sem.mp-", "sglang_loads_", "sgl_shm_")
-"""Beginnings of names in /dev/shm that whoever made them keeps mapped: multiprocessing's semaphores, SGLang's slots."""
+"""Prefixes of names in /dev/shm that their makers keep mapped: multiprocessing's semaphores, SGLang's slots."""
 LEFTOVERS_VARIABLE: Final = "CORRAL_LEFTOVERS"
 """Names the record of a worker to all that runs in it."""
 MEMORY: Final = Path("/dev/shm")
@@ -140,7 +141,7 @@ def note(path: Path, record: Path | None = None) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str, *, inside: Path | None = None) -> Iterator[Path]:
-    """A temporary folder that goes behind the block; if this process is killed, whoever sweeps next removes it."""
+    """A temporary folder that goes behind the block; if this process is killed, the next sweep removes it."""
     with contextlib.ExitStack() as stack:
         folder = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=inside, ignore_cleanup_errors=True))
@@ -161,7 +162,7 @@ def note_secrets(record: Record, path: Path) -> None:
 def names_in_memory(pids: Iterable[int], *, memory: Path = MEMORY) -> set[Path]:
     """Files of this user right in /dev/shm that these processes have mapped: semaphores, and what is shared by name.
 
-    By their inodes: whoever makes a semaphore has mapped it under another name, which is gone.
+    By their inodes: the maker of a semaphore has mapped it under another name, which is gone.
     """
     inodes = set()
     for pid in pids:

@@ -229,8 +229,8 @@ class TrialLog:
     def _read_snapshot(self) -> LogState:
         """What a snapshot says, if its last commit is in its slot; else the state before the first slot.
 
-        Guarantee: slots are never rewritten, so the state after one of them is the same for ever, whoever wrote it
-        down. A log that has lost its end is read from the beginning, and what is missing is found.
+        Guarantee: slots are never rewritten, so the state after each slot is the same for ever, whichever process wrote
+        it down. A log that has lost its end is read from the beginning, and what is missing is found.
         """
         digest, _, text = self._storage.read_snapshot().partition(b"\n")
         if digest != _digest(text):
@@ -303,7 +303,8 @@ class TrialLog:
             return self._state.next_slot - 1
 
     def append(self, make_entry: Callable[[LogState], Entry]) -> int:
-        """Appends at the slot after the last entry read; whoever won that slot is read first, and asked again.
+        """Appends at the slot after the last entry read; the entry that won that slot is read first, then the caller
+        decides again.
 
         Args:
             make_entry: gives the entry for a state, or raises.

@@ -5,7 +5,7 @@
 
 Any user of a machine can take a port that nobody holds: one that was published before its server died, or one that a
 server which still loads will listen on. So no port is trusted: a client says keys and passwords only after the server
-has signed the handshake with the trial's key, and whoever has taken a port gets no byte of them.
+has signed the handshake with the trial's key. A stranger that has taken a port gets no byte of them.
 """
 
 import ssl
@@ -41,7 +41,7 @@ class Trust:
         return context
 
     def client(self) -> ssl.SSLContext:
-        """For whoever has something to say to a server of the trial; raises as `server`.
+        """For a client of the trial's servers; raises as `server`.
 
         Guarantee: a handshake succeeds only with who has the trial's private key. The certificate is the one that is
         trusted, it can sign no other, and it stands for no host: that is why a host's name is not compared.

@@ -359,9 +359,9 @@ def _stop_all(found: Sequence[TrialFacts], *, now: bool, grace: float | None, re
         facts: requeue_trial(facts, grace_s=grace) if requeue else stop_trial(facts, cluster, now=now, grace_s=grace)
         for facts in found
     }
-    told = {facts: told_of(facts, ending, now=now, requeue=requeue) for facts, ending in endings.items()}
+    reported = {facts: reporting(facts, ending, now=now, requeue=requeue) for facts, ending in endings.items()}
     try:
-        ends = see_through(told, StatusReader())
+        ends = see_through(reported, StatusReader())
     except KeyboardInterrupt:
         print("\nwhat was asked for goes on without this command; rl-status shows how far it is")
         raise typer.Exit(130) from None
@@ -375,11 +375,11 @@ def _stop_all(found: Sequence[TrialFacts], *, now: bool, grace: float | None, re
         CachedQueue(cluster).look(newer_than=time.time())
 
 
-def told_of(facts: TrialFacts, ending: Ending, *, now: bool, requeue: bool) -> Ending:
-    """The same, with what people are told of it: now and then for whom it waits, as a step may take minutes."""
+def reporting(facts: TrialFacts, ending: Ending, *, now: bool, requeue: bool) -> Ending:
+    """The same, with messages for the user: now and then for which worker it waits, as a step may take minutes."""
 
     next(ending)
-    status, told_at, what = (yield), time.monotonic(), ""
+    status, reported_at, what = (yield), time.monotonic(), ""
     if status.is_final and status.state != "LOST":
         what = "" if requeue else "has ended already: "
     elif not requeue:
@@ -395,8 +395,8 @@ def told_of(facts: TrialFacts, ending: Ending, *, now: bool, requeue: bool) -> E
             print(f"{facts.name} {what}{after.state}" + (f": {after.note}" if after.note else ""), flush=True)
             return after
         status = yield
-        if status.waits and not status.is_final and time.monotonic() - told_at >= _TELL_EVERY_S:
-            told_at = time.monotonic()
+        if status.waits and not status.is_final and time.monotonic() - reported_at >= _TELL_EVERY_S:
+            reported_at = time.monotonic()
             print(f"{facts.name} waits: {render_chain(status.waits[0])}", flush=True)
 
 

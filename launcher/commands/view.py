@@ -43,7 +43,7 @@ def view(
 def _tell(address: str, port: int) -> None:
     print(f"page       {address}")
     print(f"elsewhere  ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}    on that machine, then the same address")
-    print("Ctrl-C ends it. The address is a key: whoever has it, and reaches this host, sees the page.", flush=True)
+    print("Ctrl-C ends it. The address is a key: anyone who has it and reaches this host sees the page.", flush=True)
 
 
 main = partial(run, view)

@@ -100,7 +100,7 @@ def exchange(folder: Path) -> float:
 
 
 def _serve(folder: Path, address: str, num_nodes: int) -> dict[str, Any]:
-    """Answers whoever connects until both the other node and the login node have, or time is up."""
+    """Answers connections until both the other node and the login node have connected, or time is up."""
     token = (folder / "canary").read_text().strip()
     try:
         listener = socket.create_server((address, 0))

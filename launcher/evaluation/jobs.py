@@ -195,7 +195,7 @@ def wait_for(
     timeout_s: float,
     on_change: Callable[[EvaluationStatus], None] = lambda status: None,
 ) -> list[EvaluationStatus]:
-    """Until all of them have ended; `on_change` is told each new state.
+    """Until all of them have ended; `on_change` is called with each new state.
 
     Raises:
         TimeoutError: naming those that have not.
@@ -339,7 +339,7 @@ def run_here(directory: TrialDirectory, request: EvaluationRequest, resources: E
     """
     folder = request.result.parent
     record_path(folder, request.step).unlink(missing_ok=True)
-    gpus = visible_gpus()[: resources.scheduling.gpu]  # whoever says "here" takes what there is
+    gpus = visible_gpus()[: resources.scheduling.gpu]  # `here` takes the GPUs of this machine
     log_path = _private(jobs_folder(folder)) / f"step-{request.step:08d}.log"
     process = start_process(
         guarded(_command(write_request(directory, request), gpus=len(gpus))),

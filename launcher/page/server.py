@@ -1,4 +1,4 @@
-"""Serves a page on this host's loopback, to whoever has its address.
+"""Serves a page on this host's loopback, to every client that has its address.
 
     browser ──GET /TOKEN/──► the page ──GET /TOKEN/data, every few seconds──► what it says now
 
@@ -81,10 +81,10 @@ class PageServer:
         except ValueError:  # "[::1" is no name of a host
             name = None
         if name not in _OWN_NAMES:
-            raise web.HTTPForbidden(text="this page has no such name; open it by the address that rl-view has told\n")
+            raise web.HTTPForbidden(text="this page has no such name; open it by the address that rl-view printed\n")
         given = request.path.removeprefix("/").partition("/")[0]  # of "OPTIONS *" the path is "*"
         if not hmac.compare_digest(given.encode(), self._token.encode()):
-            raise web.HTTPNotFound(text="there is no such page; the address that rl-view has told is complete\n")
+            raise web.HTTPNotFound(text="there is no such page; the address that rl-view printed is complete\n")
         self._guard.prove(request.transport)
         response = await handler(request)
         response.headers.update(_HEADERS)

@@ -428,11 +428,11 @@ class TrialViews:
             for view, status in zip(self._views, statuses, strict=True)
         }
         found = self._lookout.look(reads, patience_s=_READ_TIMEOUT_S)
-        told = [one for one in found.values() if not isinstance(one, Unanswered)]
-        if not told:
+        reported = [one for one in found.values() if not isinstance(one, Unanswered)]
+        if not reported:
             path, silent = next((path, one) for path, one in found.items() if isinstance(one, Unanswered))
             raise TimeoutError(silent.about(path))
-        return msgspec.json.encode({"trials": told, "left_out": self._left_out + len(found) - len(told)})
+        return msgspec.json.encode({"trials": reported, "left_out": self._left_out + len(found) - len(reported)})
 
 
 class ShownTrial:
@@ -511,15 +511,15 @@ def _as_json(step: StepTimes) -> dict[str, Any]:
 
 
 def _events(directory: TrialDirectory) -> dict[str, Any]:
-    told = [event for event in map(_told, TrialView.open(directory).events) if event is not None]
-    return {"events": told[-_MOST_EVENTS:], "events_left_out": max(0, len(told) - _MOST_EVENTS)}
+    reported = [event for event in map(_reported_event, TrialView.open(directory).events) if event is not None]
+    return {"events": reported[-_MOST_EVENTS:], "events_left_out": max(0, len(reported) - _MOST_EVENTS)}
 
 
-def _told(event: Mapping[str, Any]) -> dict[str, Any] | None:
+def _reported_event(event: Mapping[str, Any]) -> dict[str, Any] | None:
     name = event["event"]
     if name not in _TEXT_BY_EVENT:
         return None
-    if name == TASK_ENDED and (event["code"] == 0 or event["caused_by"]):  # what explains it is told
+    if name == TASK_ENDED and (event["code"] == 0 or event["caused_by"]):  # what explains it is reported
         return None
     text = _TEXT_BY_EVENT[name].format_map(defaultdict(str, event))
     return {
@@ -547,7 +547,7 @@ def render_page(data: bytes, *, title: str, refresh_s: float | None = None) -> b
 
     Args:
         data: JSON, as `TrialViews.data` gives it.
-        refresh_s: after how long it asks whoever serves it for new data; None of a file.
+        refresh_s: after how many seconds the page asks its server for new data; None for a file.
     """
     environment = Environment(loader=FileSystemLoader(_FOLDER), autoescape=True, undefined=StrictUndefined)
     library, script = _chart_library(), (_FOLDER / "page.js").read_text()

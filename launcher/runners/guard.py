@@ -4,7 +4,7 @@
        SIGKILL of the worker      what it started comes to the guard (as subreaper), which ends all of it
        SIGKILL of the supervisor  the kernel tells the guard, which ends the worker and all that it started
        SIGKILL of the guard       the kernel ends the worker; the session that they had together is ended by the
-                                  supervisor, or by whoever sweeps next here: its record says which (leftovers.py)
+                                  supervisor, or by the next sweep of this host: its record says which (leftovers.py)
 
     SIGTERM, SIGINT --> the worker        SIGUSR1: end everything at once
 
@@ -159,8 +159,8 @@ def _is_for_memory(status: int, kills_before: int) -> bool:
 
 
 def _end_children(worker: int, status: int | None) -> int:
-    """Ends whoever is left: as each dies its own come here. Python's trackers, which remove what others have made in
-    memory, end by themselves when these are gone."""
+    """Ends all processes that are left: the children of each that dies come here. Python's trackers, which remove
+    shared memory that others have made, end by themselves when these are gone."""
     started = time.monotonic()
     while children := children_of(os.getpid()):
         waited_s = time.monotonic() - started

@@ -1,6 +1,6 @@
 """How a worker's task is started: the border between the supervisor and local processes or SLURM steps.
 
-A worker's command inside its group's container: what goes before it, what srun is told, which variables go along.
+A worker's command inside its group's container: its prefix, the options of srun, the variables that go along.
 
     container_runtime: apptainer     srun ... apptainer exec [--nv] --bind ... IMAGE python3 -m corral.workers ...
                        singularity   the same by its older name

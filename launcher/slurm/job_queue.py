@@ -137,7 +137,7 @@ class SlurmQueue:
 
     @cached_property
     def _keeps_accounts(self) -> bool:
-        """Asked once: whoever looks again and again does not ask the controller each time."""
+        """Asked once and kept: repeated looks do not ask the controller each time."""
         return keeps_accounts(self._client.settings())
 
     def accounted(self, job_id: str) -> Job | None:
@@ -200,7 +200,7 @@ FRESH_S = 5.0
 _MAX_PAUSE_S = 60.0
 LOOK_TIMEOUT_S = 10.0
 """How long commands that only look wait for a command of SLURM."""
-_LOCK_PATIENCE_S = LOOK_TIMEOUT_S + 5.0  # whoever has the lock asks SLURM
+_LOCK_PATIENCE_S = LOOK_TIMEOUT_S + 5.0  # the holder of the lock asks SLURM
 _LOCK_POLL_S = 0.05
 
 
@@ -279,7 +279,7 @@ class CachedQueue:
                     timeout_s=_LOCK_PATIENCE_S,
                     pause_s=_LOCK_POLL_S,
                 )
-                memory = self._read()  # whoever had the lock before us has asked, perhaps
+                memory = self._read()  # the last holder of the lock may have asked already
                 if may_ask and memory.is_due(self._clock(), newer_than):
                     memory = memory.after_asking(self._cluster, self._clock)
                     said = msgspec.json.encode(memory)

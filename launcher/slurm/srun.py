@@ -239,8 +239,8 @@ def signal_tasks(tasks: Collection[SrunTask], signals: StepSignals, *, kill: boo
     if not running:
         return
     # SIGINT: SIGTERM is what SLURM sends by itself when the job is about to end, and no order to leave.
-    is_told = signals.send(running, "KILL" if kill else "INT")
-    if not is_told or kill:  # SIGKILL of srun alone could leave the worker running
+    is_signalled = signals.send(running, "KILL" if kill else "INT")
+    if not is_signalled or kill:  # SIGKILL of srun alone could leave the worker running
         for task in running:
             task.end_srun()
 
@@ -328,7 +328,7 @@ class SrunRunner:
         """A node's address, as number; where its name is loopback's to itself, the one that others reach it by."""
         name = self.client.node_address(host)
         found = _number_of(name)
-        if not ip_address(found).is_loopback or found == name:  # whoever writes the number means it
+        if not ip_address(found).is_loopback or found == name:  # a numeric address is meant as it stands
             return found
         others = {one for running in self.allocations().values() for one in running.hosts} - {host}
         ways = (_own_address_towards(self.client.node_address(other)) for other in sorted(others))
@@ -354,7 +354,7 @@ class SrunRunner:
         except SlurmError:
             return  # the next restart asks again
         if leader is None or own is None or phase_of(leader.get("JobState", "")) is not JobPhase.RUNNING:
-            return  # all of it ends, and the supervisor is told why
+            return  # all of it ends, and the supervisor learns why
         if phase_of(own.get("JobState", "")) is not JobPhase.RUNNING:
             raise AllocationLostError(
                 f"{worker} runs in component {running.het_group} of job {running.job_id}, which is "

@@ -172,7 +172,7 @@ class JobEnd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobProspect:
-    """What the cluster has decided about our job so far, and has not told its script yet."""
+    """The cluster's decision about our job so far, of which the job's script does not know yet."""
 
     is_preempted: bool
     """Its nodes are wanted for another one, at once or after a grace period."""
@@ -355,8 +355,8 @@ def jobs_of_squeue(text: str) -> list[Job]:
 
 def job_of_scontrol(values: Mapping[str, str]) -> Job:
     """What `scontrol show job` says of one."""
-    told = {name: "" if value == "(null)" else value for name, value in values.items()}
-    job = _job_of({**told, "Reason": told.get("Reason", "").replace("_", " ")}, "")
+    fields = {name: "" if value == "(null)" else value for name, value in values.items()}
+    job = _job_of({**fields, "Reason": fields.get("Reason", "").replace("_", " ")}, "")
     line = f"(from scontrol) {job.job_id} {job.word} {job.reason}"
     return replace(job, hosts=tuple(expand_host_list(job.nodes)), line=line)
 

@@ -120,7 +120,7 @@ def describe(evidence: Evidence) -> TrialStatus:
     state, why = judge(evidence, rows)
     cause, troubles = (
         _join(why, *evidence.zombies),
-        [*filter(None, evidence.damage), *_told(evidence), *_failing_trackers(evidence)],
+        [*filter(None, evidence.damage), *_reported_troubles(evidence), *_failing_trackers(evidence)],
     )
     lines = last_lines(facts.directory.metrics_path)
     metrics = newest_of(lines)
@@ -311,8 +311,8 @@ def _how_attempt_ended(evidence: Evidence) -> str:
     return f"ended {ended.state}" + (f" ({ended.cause})" if ended.cause else "")
 
 
-def _told(evidence: Evidence) -> Iterator[str]:
-    """What workers say of others."""
+def _reported_troubles(evidence: Evidence) -> Iterator[str]:
+    """The troubles of other workers that workers report."""
     for worker, record in (evidence.records or {}).items():
         for one in record.troubles:
             since, see = format_duration(one.for_s), f"see rl-logs {evidence.facts.name} {worker}"

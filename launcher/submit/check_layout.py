@@ -156,7 +156,7 @@ class Part:
 
     @property
     def signal_s(self) -> int:
-        """How long before its end SLURM tells its job so; 0 for jobs beside the trial's own, which are not told."""
+        """How long before its end SLURM signals its job; 0 for jobs beside the trial's own, which get no signal."""
         return self.plan.launch.signal_before_end_s if self.index in self.layout.components else 0
 
     def _time_problems(self, name: str) -> Iterator[ConfigProblem]:

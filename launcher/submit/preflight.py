@@ -4,7 +4,7 @@
                              |                                                                              |
                        no answer: a warning, and SLURM alone decides                 ConfigError, UnsatisfiableError
 
-Refused is what no waiting cures; what SLURM itself refuses is told with what was asked for and the key it is about.
+A trial is refused for what no waiting cures; a refusal by SLURM itself names the request and its configuration key.
 Nodes that are down and a start that is not yet possible are warnings, and where `sbatch --test-only` refuses for them,
 its refusal is one too: sbatch takes such a job, and it waits. Nothing is written outside a temporary folder.
 

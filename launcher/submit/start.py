@@ -85,7 +85,7 @@ def write_plan(submission: Submission) -> None:
     submission.code.write(submission.directory)
     for path, rows in submission.listed_rows.items():
         atomic_write(path, rows)
-    # The plan first: whoever comes between the two finds that what people read is behind, and nothing else.
+    # The plan first: a reader between the two writes finds only the files for people out of date.
     atomic_write(submission.directory.plan_path, submission.plan.to_json())
     if submission.written:
         atomic_write(submission.directory.config_path, _config_text(submission.written))
@@ -152,7 +152,7 @@ def _start_local(directory: TrialDirectory, attempt: int) -> str:
     except BaseException:
         if supervisor is not None:
             supervisor.kill()
-            # Whoever called removes the folder: neither it nor what it has started may have the trial then.
+            # The caller removes the folder: neither it nor a process that it has started may hold the trial then.
             has_ended = lambda: supervisor.poll() is not None and not is_locked(directory)  # noqa: E731
             wait_until(has_ended, timeout_s=_SUPERVISOR_END_TIMEOUT_S)
         raise

@@ -6,7 +6,7 @@
                              ──mended by hand──► tried again, new digests
 
 No process is started where a plan names no code but corral's. It runs in this command's Python, as workers do that are
-in no container; what that Python lacks, a group in a container may have, so there it is told and not refused.
+in no container. A package that this Python lacks may exist in a group's container, so it is a warning, not an error.
 """
 
 import hashlib

@@ -179,7 +179,8 @@ _LOCAL_MEANING = {
     signal.SIGTERM: "SIGTERM to the supervisor",
     signal.SIGINT: "SIGINT to the supervisor",
 }
-# SLURM has sent SIGTERM to the steps too, and kills after KillWait: whoever has not ended by then will not checkpoint.
+# SLURM has sent SIGTERM to the steps too, and kills after KillWait: a step that has not ended by then will not
+# checkpoint.
 _ENDING_GRACE_S = 1.0
 
 
@@ -359,7 +360,7 @@ class EndMachine:
 
 @dataclass(slots=True, kw_only=True)
 class EndShell:
-    """Sees the end of one attempt through: signals and requests become what EndMachine is told; and its hands."""
+    """Sees the end of one attempt through: passes signals and requests to EndMachine, and carries out its decisions."""
 
     directory: TrialDirectory
     plan: RunPlan
@@ -398,7 +399,7 @@ class EndShell:
             job_end = continuation.explain()
             if job_end.state is not EndState.STOPPED:
                 self.machine.job_ends(job_end)
-                # Whoever cancels wants no checkpoint, and SLURM does not wait for workers that ignore SIGTERM.
+                # A cancelled job needs no checkpoint, and SLURM does not wait for workers that ignore SIGTERM.
                 is_now = not job_end.state.may_go_on
                 return self._request(
                     f"SLURM ({job_end.cause})", grace_s=_ENDING_GRACE_S, state=job_end.state, now=is_now

@@ -16,8 +16,8 @@ An attempt begins here: a start of a job finds its attempt, or makes one, or lea
 keeper --open_attempt--> begin_attempt --record--> secrets, log folder --> supervisor
                              +--refused--> control/end-N.json; the job ends at once
 
-How the attempt before ended is read from control/, and asked of the cluster; the journal is only told. What the files
-refuse for a moment is tried again step by step: a second look from the beginning would find our own claim, and no
+How the attempt before ended is read from control/, and asked of the cluster; the journal is only written. What the
+files refuse for a moment is tried again step by step: a second look from the beginning would find our own claim, and no
 predecessor.
 """
 
@@ -86,7 +86,8 @@ def _start_of(mode: str) -> OwnJob:
 
 
 def claim_decides(directory: TrialDirectory) -> bool:
-    """Whether this is a start of a job that has no attempt yet: it gets one, whoever seems to run the last."""
+    """Whether this is a start of a job that has no attempt yet: it gets one, even if another job seems to run the
+    last."""
     previous = last_attempt(directory)
     if previous is None or not has_jobs(previous.mode):
         return False
@@ -172,7 +173,7 @@ def _renew(directory: TrialDirectory) -> None:
 def _end_of_predecessor(
     directory: TrialDirectory, attempt: int, claim: AttemptClaim, start: OwnJob, cluster: SlurmQueue | None
 ) -> AttemptEnd:
-    """How the attempt before ended; whoever wanted the trial to end there is heeded, by a stop in the trial log."""
+    """How the attempt before ended. If a stop was requested there, a stop in the trial log follows."""
     by = _final_request(directory)
     if by:
         _append_stop(directory, by=by, reason="asked for between two attempts")
@@ -236,8 +237,8 @@ def _record_refusal(
 def _record_end(directory: TrialDirectory, end: AttemptEnd) -> None:
     write_end(directory, end)
     journal = Journal(directory.journal_path)
-    told = {"state": end.state, "cause": end.cause, "then": end.then, "caused_by": end.caused_by}
-    journal.append("attempt_ended", attempt=end.attempt, **told)
+    outcome = {"state": end.state, "cause": end.cause, "then": end.then, "caused_by": end.caused_by}
+    journal.append("attempt_ended", attempt=end.attempt, **outcome)
 
 
 logger = logging.getLogger(__name__)
@@ -245,7 +246,7 @@ logger = logging.getLogger(__name__)
 _PAUSE_S, _MAX_PAUSE_S = 0.2, 30.0
 _GUARDS_END_S = 5.0
 _LEAVING_S = 30.0  # the attempt before, on another node, may still be ending
-_TOLD_TIMEOUT_S = 60.0  # the end of a trial is worth waiting for a file server
+_REPORT_TIMEOUT_S = 60.0  # the end of a trial is worth waiting for a file server
 
 
 def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int) -> int:
@@ -304,7 +305,7 @@ def keep(directory: TrialDirectory, *, command: Sequence[str], max_restarts: int
                 cause = f"the supervisor ended {budget.in_a_row} times in a row; its log says why"
                 return fail(directory, recorder, cause).of_keeper
             if -returncode in child.heard:
-                # It was asked to stop before it could listen: its successor is told.
+                # It was asked to stop before it could listen: its successor gets the request.
                 unheard = ["--signalled", signal.Signals(-returncode).name]
             elif directory.stop_request_path.exists():
                 unheard = []  # it was heard, and said so: told again it would mean that the end cannot wait
@@ -321,7 +322,7 @@ def _lock(directory: TrialDirectory) -> int:
 
 @contextlib.contextmanager
 def _secrets_recorded(directory: TrialDirectory, trial_uuid: str) -> Iterator[tuple[int, ...]]:
-    """Has whoever sweeps here next remove this attempt's secrets if both keeper and supervisor are killed.
+    """Records this attempt's secrets, so that the next sweep removes them if keeper and supervisor are both killed.
 
     Gives the descriptor that the supervisor holds, too. Those that end by themselves have decided on the secrets.
     """
@@ -341,7 +342,7 @@ def _leave_ended(directory: TrialDirectory, recorder: Recorder, end: AttemptEnd)
     if end.is_final:
         recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
         write_page(directory, end.state, recorder.event)
-    recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+    recorder.close(timeout_s=_REPORT_TIMEOUT_S)
     return (SupervisorExit.FAILED if end.state.is_failure else SupervisorExit.ENDED).of_keeper
 
 
@@ -350,7 +351,7 @@ def fail(directory: TrialDirectory, recorder: Recorder, cause: str) -> Superviso
     end = AttemptEnd(attempt=recorder.attempt, state=EndState.FAILED, cause=cause, then="", caused_by="supervisor")
     recorder.end(directory, end)
     recorder.keep(lambda: TrialSecrets.destroy(directory.secrets_path))
-    recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+    recorder.close(timeout_s=_REPORT_TIMEOUT_S)
     return SupervisorExit.FAILED
 
 

@@ -1,9 +1,9 @@
-"""What an attempt tells: journal lines and small files, written in the file thread, later if they cannot be now.
+"""The records of an attempt: journal lines and small files, written in the file thread, later if they cannot be now.
 
     event      --a line--> lines --+--in order--> events.jsonl
     keep, end  --a file--> files --+            > control/
                                    |
-                 refused: kept, and tried again each second; told how many came late
+                 refused: kept, and tried again each second; the log says how many came late
 
 A full disk, or a file server that forgets its clients, ends nothing; if it stays so to the end, it costs these words.
 """
@@ -25,7 +25,7 @@ from corral.launcher.trial.lock import PAGE_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 2.0  # whoever reads after writing finds it, unless the file system hangs
+_PATIENCE_S = 2.0  # a reader after a write finds it, unless the file system hangs
 _PAUSE_S = 1.0
 
 
@@ -38,7 +38,7 @@ class Recorder:
         self._lines = journal.lines
         self._writes = Refusable[Callable[[], None]](lambda write: write())
         self._trouble = ""
-        """Why something could not be written when it was told; "" if all is well."""
+        """Why a record could not be written when it came; "" if all is well."""
         self._is_for_good = False
         """Whether it never can be, as in a folder that was removed."""
         self._num_late = 0

@@ -140,7 +140,7 @@ class WakeUp:
         return taken
 
     def put_back(self, number: signal.Signals) -> None:
-        """One that was taken is for whoever takes the next."""
+        """Put a taken signal back, for the next caller of `take_signals`."""
         self._signals.append(number)
 
     def has_signals(self) -> bool:

@@ -184,7 +184,7 @@ _TICK_S = 0.1
 _SETUP_MARGIN_S = 30.0  # the worker gives up first, and says why
 _GUARDS_END_S = 2.0
 _CONTINUATION_TIMEOUT_S = 5.0  # it is asked while the cluster is about to kill us
-_TOLD_TIMEOUT_S = 10.0  # at the end, for what could not be told before
+_REPORT_TIMEOUT_S = 10.0  # at the end, for records that could not be written before
 
 
 @dataclass(kw_only=True, eq=False)
@@ -259,7 +259,7 @@ class Supervisor:
                 self._record("attempt_abandoned", cause=self._why_abandoned)
                 self.tasks.kill_all()
                 end = SupervisorExit.ABANDONED
-            self.recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+            self.recorder.close(timeout_s=_REPORT_TIMEOUT_S)
             return end
 
     def _step(self) -> None:
@@ -401,7 +401,7 @@ class Supervisor:
             self._record("leftovers_killed", pids=found.killed, left=found.left)
 
     def _finish(self, end: EndTrial) -> SupervisorExit:
-        # The last word of whoever wants the trial to stop, and of the trial log.
+        # A last look at stop requests and at the trial log.
         left_s = 0.0 if self._looks.hangs else FILE_TIMEOUT_S
         wait_until(lambda: self._look(is_awaited=True), timeout_s=left_s, pause_s=_TICK_S)
         for number in [*self._signals, *self._wake.take_signals()]:
@@ -443,7 +443,7 @@ def run_supervisor(
     except Exception as error:
         logger.error("the supervisor breaks; the keeper starts another one", exc_info=True)
         recorder.event("supervisor_failed", cause=f"{type(error).__name__}: {error}")
-        recorder.close(timeout_s=_TOLD_TIMEOUT_S)
+        recorder.close(timeout_s=_REPORT_TIMEOUT_S)
         return EXIT_BROKEN
 
 

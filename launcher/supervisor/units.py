@@ -514,7 +514,7 @@ class UnitNodes:
             self._extra_jobs.give_up(self._allocation_by_unit[unit].name)
 
     def with_needs(self, units: Sequence[UnitSpec]) -> list[UnitSpec]:
-        """The restart units, told which of them run in extra jobs."""
+        """The restart units, marked where they run in extra jobs."""
         roles = {unit: allocation.role for unit, allocation in self._allocation_by_unit.items()}
         gang = tuple(unit.name for unit in units if roles.get(unit.name) == "group")
         return [

@@ -87,7 +87,7 @@ def _named(what: str, name: str, process: int, thread: int) -> dict[str, Any]:
 
 
 def _event(span: Span, zero_s: float, place: Mapping[str, int]) -> dict[str, Any]:
-    told = {
+    details = {
         "step": span.step,
         "about": span.about,
         "waits for": ", ".join(span.waits_for),
@@ -95,7 +95,7 @@ def _event(span: Span, zero_s: float, place: Mapping[str, int]) -> dict[str, Any
         "seconds among ranks": span.among_ranks_s,
     }
     times = {"ts": _us(span.start_s - zero_s), "dur": _us(span.end_s - zero_s) - _us(span.start_s - zero_s)}
-    args = {name: value for name, value in told.items() if value}
+    args = {name: value for name, value in details.items() if value}
     return {"ph": "X", "name": span.name, "cat": span.lane, **times, **place, "args": args}
 
 

@@ -17,7 +17,7 @@ from corral.experiments.trial.directory import TrialDirectory
 
 
 def _main(trial: str, to: str, task: str) -> int:
-    """Hands the trial's numbers on until it is told to end, or the trial is over."""
+    """Hands the trial's numbers on until a signal ends it, or the trial is over."""
     is_over = Event()
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())  # before what takes seconds to be imported
     from corral.launcher.files.file_thread import PatientFiles
@@ -30,12 +30,12 @@ def _main(trial: str, to: str, task: str) -> int:
         tracked = TrackedTrial.of(directory)
         hand_on(tracked, to, wait=lambda timeout_s: not is_over.wait(timeout_s), files=PatientFiles())
     except Exception as error:
-        told = str(error)
+        reason = str(error)
         if not isinstance(error, ConfigError):
             traceback.print_exc()
-            told = f"{type(error).__name__}: {told}{_place(error, directory.code_path)}"
-        print(told, file=sys.stderr)
-        directory.leave_word(task, told)
+            reason = f"{type(error).__name__}: {reason}{_place(error, directory.code_path)}"
+        print(reason, file=sys.stderr)
+        directory.leave_word(task, reason)
         return 1
     return 0
 

@@ -1,8 +1,8 @@
 """Tracker: what a trial's numbers are handed to, line by line.
 
 A tracker begins anew whenever it is made, and is given all lines from the first on. So whatever ended it before, and
-whatever the trial has taken back, each line is there once: nothing has to be remembered, and nothing can be told twice.
-Each begins by removing what it has told of the trial before, by its own means.
+whatever the trial has taken back, each line is there once: nothing has to be remembered, and no line is reported twice.
+Each begins by removing its earlier report of the trial, by its own means.
 """
 
 import shutil

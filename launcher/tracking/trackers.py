@@ -99,7 +99,7 @@ class WandbRun:
         self._run.define_metric("*", step_metric="step")
 
     def _begin(self, folder: Path, trial: TrackedTrial, mode: str) -> Any:
-        # Of this process itself, which only reads, nothing is to be told.
+        # Nothing is reported of this process itself, which only reads.
         quiet = {"silent": True, "console": "off", "disable_git": True, "disable_code": True, "x_disable_meta": True}
         return self._wandb.init(
             id=trial.uuid,
@@ -162,7 +162,7 @@ class MLflowRun:
             self.flush()
 
     def _name(self, key: str) -> str:
-        """What a metric is called here, where it is told apart from all others."""
+        """The name of a metric here, distinct from all others."""
         if key not in self._name_by_key:
             name, taken = mlflow_name(key), set(self._name_by_key.values())
             numbered = (f"{name}_{number}" for number in count(2))
@@ -289,8 +289,8 @@ class NewsCommand:
     lines ──last ones──► rules ──one that did not speak before──► program ◄── {"trial", "step", "text", "remedy"}
 
     An e-mail or a message to a room is the program's. The tracker starts the program once for each beginning, and once
-    more for what is still so when the tracker is started again. A program that fails or takes too long is told in the
-    log, no more.
+    more for what is still so when the tracker is started again. If a program fails or takes too long, the log
+    says so, and nothing else happens.
     """
 
     def __init__(self, folder: Path, trial: TrackedTrial) -> None:
@@ -306,8 +306,8 @@ class NewsCommand:
         findings = {finding.topic: finding for finding in findings_of(self._lines, trial=self._name)}
         for topic in findings.keys() - self._speaking:
             found = findings[topic]
-            told = {"trial": self._name, "step": found.step, "text": found.text, "remedy": found.details}
-            self._run(json.dumps(told) + "\n")
+            message = {"trial": self._name, "step": found.step, "text": found.text, "remedy": found.details}
+            self._run(json.dumps(message) + "\n")
         self._speaking = set(findings)
 
     def close(self) -> None:
@@ -368,7 +368,7 @@ class CommittedLines:
         self._log = TrialLog(directory.log_path)
         self._read_bytes = self._slot = 0
         self.begins_anew = False
-        """Whether the last call began with the first line again, as the trial has fallen back behind what was told."""
+        """Whether the last call began with the first line again, as the trial has fallen back behind reported lines."""
 
     @property
     def is_done(self) -> bool:
@@ -399,8 +399,8 @@ class CommittedLines:
         yield from map(json.loads, data.splitlines())
 
     def _is_taken_back(self, state: LogState) -> bool:
-        """Guarantee: what was told up to a commit stays as long as that is in the lineage. One that is not, since its
-        checkpoint was damaged or it is too old to be remembered, has all be told again."""
+        """Guarantee: the lines reported up to a commit stay as long as the commit is in the lineage. If it is not,
+        since its checkpoint was damaged or it is too old to be remembered, all lines are reported again."""
         before, self._slot = self._slot, state.head
         return before != 0 and all(logged.slot != before for logged in state.lineage)
 
@@ -422,8 +422,8 @@ def hand_on(trial: TrackedTrial, to: str, *, wait: Callable[[float], bool], file
 
     Args:
         to: name or import path of the tracker.
-        wait: waits for so many seconds, less once it is time to end; whether to go on after one more look. What was
-            written before it said no is told.
+        wait: waits for so many seconds, less once it is time to end; whether to go on after one more look. Lines that
+            were written before it returned false are reported.
 
     Raises:
         ConfigError: if there is no such tracker.

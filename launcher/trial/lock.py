@@ -79,7 +79,7 @@ def lock_supervisor(
         write_all(descriptor, content)
         os.fsync(descriptor)
     except BaseException:
-        os.close(descriptor)  # and with it the lock: whoever tries again is not refused by himself
+        os.close(descriptor)  # and with it the lock: the same process may try again
         raise
     return descriptor
 

@@ -7,10 +7,10 @@
 
 Guarantee: nobody else ever listens on the port while this object lives, and who asks there hears of nothing before it
 has proved itself by the trial's certificate: the server itself has no port, but a Unix socket that this user reaches.
-The server stores nothing on disk, since nothing may live only in Redis, and whoever started it ends it by SIGKILL: it
+The server stores nothing on disk, since nothing may live only in Redis, and its parent ends it by SIGKILL: it
 comes back on the same port, every key is gone, and clients register again. It does not hear what SLURM sends to all
 processes of a job that is about to end: the last checkpoint needs it. No secret is in its arguments, its environment or
-a file, and it is given the hash of the password alone. Whoever has the password reaches the keys of this
+a file, and it gets the hash of the password alone. A client with the password reaches the keys of this
 trial, and no command that reads or changes the server.
 
 The trial's Redis server, and how others of the launcher reach it: by rdzv.json and the secrets.
@@ -135,7 +135,7 @@ class RedisServer:
     """The port of its front, kept over restarts."""
     _folder: Path | None = None
     """Of mode 0700, on this host and with a short path, which a Unix socket needs and the trial's folder may not be;
-    whoever sweeps after this process removes it."""
+    the next sweep after this process removes it."""
     _processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
     """The server, and its front."""
 
@@ -218,11 +218,11 @@ class RedisServer:
         hashed = hashlib.sha256(self.password.encode()).hexdigest()
         configuration = _CONFIGURATION.format(hash=hashed, prefix=self.key_prefix)
         log_descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with open(log_descriptor, "ab") as log, tempfile.TemporaryFile() as told:
+        with open(log_descriptor, "ab") as log, tempfile.TemporaryFile() as stdin:
             log_start = log.tell()
-            told.write(configuration.encode())
-            told.seek(0)
-            self._processes.append(_start([str(find_redis_executable()), "-"], log, stdin=told, cwd=folder))
+            stdin.write(configuration.encode())
+            stdin.seek(0)
+            self._processes.append(_start([str(find_redis_executable()), "-"], log, stdin=stdin, cwd=folder))
             self._processes.append(_start(front, log, stdin=subprocess.DEVNULL, pass_fds=[listener]))
         return log_start
 

@@ -1,8 +1,8 @@
-"""What stands before a trial's Redis: TLS for whoever asks from anywhere, a Unix socket to the server behind it.
+"""What stands before a trial's Redis: TLS for clients on any host, a Unix socket to the server behind it.
 
     client --TLS, proved by the trial's certificate--> front --Unix socket in a folder of mode 0700--> redis-server
 
-A Redis is built with TLS or without; this works with either, and it listens on a socket that whoever started it keeps.
+A Redis is built with TLS or without; this works with either, and it listens on a socket that its parent keeps.
 Strangers can use up neither its descriptors nor those of the server: what does not log in is closed soon.
 """
 

@@ -271,7 +271,7 @@ class TrialView:
 
     @property
     def last_sign_at(self) -> float:
-        """When the trial last did something that it told (Unix time)."""
+        """The time of the trial's last record (Unix time)."""
         return max([self.submitted_at, *(float(event["time"]) for event in self.events[-1:])])
 
     def named(self, name: str) -> list[Event]:
@@ -379,7 +379,7 @@ def dropped_prompts(directory: TrialDirectory) -> tuple[dict[str, str], bool]:
     deltas = sorted((path for path in directory.ledger_path.glob("*-*-*.json")), key=_epoch_and_step)
     reasons = dict[str, str]()  # those of a commit that was taken back come again
     for path in deltas[-MAX_COMMITS:]:
-        with suppress(OSError, ValueError):  # whoever needs the ledger says what is wrong with it
+        with suppress(OSError, ValueError):  # code that needs the ledger reports the error
             reasons |= json.loads(path.read_bytes())["dropped"]
     return reasons, len(deltas) > MAX_COMMITS
 

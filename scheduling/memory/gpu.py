@@ -136,7 +136,7 @@ ANSWER = "answer"
 """What a server does, as the one call on its model."""
 PROMPT_TOKENS = 8192
 """Of the contexts that the embedded engine reads at a time: bounds its activations, far above where batching pays."""
-_TOLD_BYTES = 16  # of a token: its id and its position
+_INPUT_BYTES = 16  # of a token: its id and its position
 _WHOLE_IF_CUT = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -186,7 +186,7 @@ def answering(sizes: DecoderSizes, *, number_bytes: int, tokens: int, requests: 
         requests: that run at a time.
     """
     logits = FLOAT32_BYTES * sizes.vocab_size * requests
-    of_token = number_bytes * _reads_in(sizes) + _TOLD_BYTES
+    of_token = number_bytes * _reads_in(sizes) + _INPUT_BYTES
     prompts: Parts = {"activations": tokens * of_token, "head": logits}
     next_tokens: Parts = {"head": 3 * logits}  # themselves, their logarithms and exponents
     return max(prompts, next_tokens, key=lambda parts: sum(parts.values()))

@@ -47,7 +47,7 @@ Recompute = Literal["none", "selective", "full"]
 FLOAT32_BYTES = 4
 _INDEX_BYTES = 8  # of int64
 _INDICES_PER_EXPERT = 4  # which expert, and the order in which tokens are sorted by it and back
-_TOLD_BYTES = 16 * _INDEX_BYTES  # ids, positions, labels and places of a row and of the next, scores, and a loss's keys
+_INPUT_BYTES = 16 * _INDEX_BYTES  # ids, positions, labels and indices of a row and the next, scores, keys of a loss
 _SUMS_BYTES = 4 * FLOAT32_BYTES + 2 * _INDEX_BYTES  # of the softmax, and the token's place and label
 _READ_FLOAT32 = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # the others read what a product gave
 HEAD_CHUNK_BYTES = 2**28
@@ -129,8 +129,8 @@ class Layers:
 
     @property
     def before(self) -> int:
-        """What is there before the first layer: what is told of the tokens of a row, and rotations."""
-        return self.dims.cp * _TOLD_BYTES + 2 * FLOAT32_BYTES * self.sizes.head_dim
+        """Bytes before the first layer: the inputs of the tokens of a row, and rotations."""
+        return self.dims.cp * _INPUT_BYTES + 2 * FLOAT32_BYTES * self.sizes.head_dim
 
     @property
     def embedded(self) -> int:

@@ -19,7 +19,7 @@
                 a call generates: all weights whole, in float32
 
 A pass is at its worst in a layer, at the head, or at its end (`_moments`): what a layer works in and logits are never
-both there. What a backend does otherwise is told by `_Tensor`. Each figure is that of the stage and the rank with most.
+both there. `_Tensor` knows the differences between backends. Each figure is that of the stage and the rank with most.
 """
 
 import math

@@ -7,7 +7,7 @@
 A history only grows: the trainer learns from tokens as they were sampled, and never sees them cut into others. What
 goes on from all tokens of a sequence stays in it; anything else is another sequence, in which all before it is given.
 
-It knows neither HTTP nor the worker: `Model` is one, and whoever tests an agent may bring another.
+It knows neither HTTP nor the worker: `Model` is the interface, and a test of an agent may bring another model.
 """
 
 import copy
@@ -197,7 +197,7 @@ class Session:
         return self._endpoint
 
     async def say(self, words: Words, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Add to the history what the model is told; nothing is learned from it.
+        """Add a message for the model to the history; nothing is learned from it.
 
         Args:
             words: text as it is, without special tokens; token ids; or messages of a conversation, which the model's

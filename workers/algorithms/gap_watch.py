@@ -244,7 +244,7 @@ class GapWatch:
             return {}
         logprobs, entropy = first.scores_of(sample)
         recorded, versions = np.asarray(sample.data["old_logprobs"]), np.asarray(sample.data["versions"], np.int64)
-        # Other numbers than finite ones make the step train nothing, which is told.
+        # With numbers that are not finite the step trains nothing, and reports that.
         compared = generated(sample.data, response_mask(sample)) & np.isfinite(recorded) & np.isfinite(logprobs)
         now, before = np.flatnonzero(compared & (versions == version)), np.flatnonzero(compared & (versions != version))
         answers = _numbers(sample.answer_lengths("old_logprobs"))

@@ -47,7 +47,7 @@ def center_logprobs(micro_batch: MicroBatch, config: PPOConfig) -> Tensor:
 
 
 def _read(micro_batch: MicroBatch, config: PPOConfig) -> dict[str, Any]:
-    """What every built-in loss is told besides the scores."""
+    """The inputs of every built-in loss besides the scores."""
     return {
         "center_logprobs": center_logprobs(micro_batch, config),
         "advantages": micro_batch.tensors["advantages"],

@@ -113,7 +113,7 @@ def batch_stats(sample: SequenceSample, *, version: int, context: ParallelContex
         per_token["staleness/mean"] = staleness.sum()
         largest["staleness/max"] = staleness.max(initial=0)
     if ROUTED_EXPERTS in sample.data:
-        per_token["ppo/replayed_fraction"] = _is_told(sample)[responses].sum()
+        per_token["ppo/replayed_fraction"] = _is_replayed(sample)[responses].sum()
     counts = {"answers": rewards.size, "tokens": responses.sum(), "generated": generated(sample.data, responses).sum()}
     total = context.sum_over_ranks({name: float(n) for name, n in (per_answer | per_token | counts).items()})
     stats = {name: total[name] / max(total["answers"], 1.0) for name in per_answer}
@@ -124,13 +124,13 @@ def batch_stats(sample: SequenceSample, *, version: int, context: ParallelContex
     return stats | context.max_over_ranks({name: float(n) for name, n in largest.items()})
 
 
-def _is_told(sample: SequenceSample) -> npt.NDArray[np.bool_]:
-    """By shifted token, whether the experts are known that computed what it was drawn from."""
+def _is_replayed(sample: SequenceSample) -> npt.NDArray[np.bool_]:
+    """By shifted token, whether the experts that computed its logits are recorded."""
     rows = sample.data[ROUTED_EXPERTS].reshape(sample.total_length(), -1)
     has_next = np.ones(len(rows), np.bool_)
     has_next[np.cumsum(sample.answer_lengths(), dtype=np.int64) - 1] = False
-    is_told: npt.NDArray[np.bool_] = rows.min(axis=1) >= 0
-    return is_told[has_next]
+    is_replayed: npt.NDArray[np.bool_] = rows.min(axis=1) >= 0
+    return is_replayed[has_next]
 
 
 class PPOActorInterface(ModelInterface):

@@ -17,8 +17,8 @@ common: the divergence of the policy from the reference, measured before the ste
 
 A loss over pairs needs both in one micro-batch, so the engine keeps the answers to a prompt together; it counts pairs.
 Reward models run on an engine with a scalar head. Scores are given as they are: scale, bias and clip of rewards are the
-actor's and the critic's settings, whoever judged. Direct preference optimisation has the policy's own log-ratio to a
-reference as the reward of an answer.
+actor's and the critic's settings, whichever reward judged. Direct preference optimisation has the policy's own
+log-ratio to a reference as the reward of an answer.
 """
 
 from abc import abstractmethod

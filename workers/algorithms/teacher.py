@@ -54,9 +54,9 @@ class TeacherInterface(ModelInterface):
         is_own = [not self._sources or source_of(uid) in self._sources for uid in sample.uids]
         is_own_answer = np.repeat(np.array(is_own, np.bool_), sample.num_answers_per_sample())
         own = sample if all(is_own) else sample.select_answers(np.flatnonzero(is_own_answer).tolist())
-        is_told = np.repeat(is_own_answer, [length - 1 for length in sample.answer_lengths()])
+        is_taught = np.repeat(is_own_answer, [length - 1 for length in sample.answer_lengths()])
         taught = behind_prompts(own, kept_prompts(own)) if TEACHER_PROMPT in own.data else as_it_is(own)
-        is_told[is_told] = taught.policy_places
+        is_taught[is_taught] = taught.policy_places
         if self._top_k is None:
             made = [compute_logprobs(engine, taught.sample, temperature=self._temperature)]
         else:
@@ -64,12 +64,12 @@ class TeacherInterface(ModelInterface):
                 [key for key in ("input_ids", TEMPERATURES) if key in taught.sample.seqlens]
             )
             made = list(engine.forward(read, temperature=self._temperature, top_k=self._top_k).values())
-        told: dict[str, npt.NDArray[Any]] = {}
+        values_by_key: dict[str, npt.NDArray[Any]] = {}
         for key, values in zip(teacher_keys(self._top_k), made, strict=True):
-            whole = np.zeros((len(is_told), math.prod(key.shape)), key.dtype)
-            whole[is_told] = values.reshape(-1, whole.shape[1])[taught.places]
-            told[key.name] = whole.reshape(-1)
-        return told
+            whole = np.zeros((len(is_taught), math.prod(key.shape)), key.dtype)
+            whole[is_taught] = values.reshape(-1, whole.shape[1])[taught.places]
+            values_by_key[key.name] = whole.reshape(-1)
+        return values_by_key
 
 
 def with_teachers_merged(sample: SequenceSample, sources: Sequence[str], top_k: int | None) -> SequenceSample:
@@ -79,5 +79,5 @@ def with_teachers_merged(sample: SequenceSample, sources: Sequence[str], top_k: 
     for key in teacher_keys(top_k):
         parts = [sample.data[f"{key.name}_{source}"] for source in sources]
         sample = sample.with_key(key, np.sum(parts, axis=0, dtype=key.dtype))
-    told = {key.name for key in keys_of_teachers(sources, top_k)}
-    return sample.select_keys([key for key in sample.data if key not in told])
+    of_teachers = {key.name for key in keys_of_teachers(sources, top_k)}
+    return sample.select_keys([key for key in sample.data if key not in of_teachers])

@@ -6,7 +6,7 @@
 
 for n answers packed into one row of T tokens. Backends make columns, which ranks send each other whatever the head is;
 a loss reads `TokenScores` or the one column. Value and scalar models are transformers' token classifiers with one
-label. They differ in what is read off and in how transformers is told to load what is saved: `scalar` is the reward
+label. They differ in the columns that are read and in how transformers loads the saved model: `scalar` is the reward
 model that the field knows as a sequence classifier, whose weights have the same names.
 """
 
@@ -83,7 +83,7 @@ def _forward_row(model: Any, micro_batch: MicroBatch, **arguments: Any) -> Tenso
     """A forward pass over a micro-batch as one packed row: what transformers calls its logits, [1, ...].
 
     Args:
-        arguments: what the model's forward pass is told besides the row itself.
+        arguments: further arguments of the model's forward pass.
     """
     tell_routers(model, micro_batch.routed_experts)
     output: Tensor = model(

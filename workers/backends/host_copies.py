@@ -91,7 +91,7 @@ class Offloaded:
     """Memory of tensors given back to their device, with the content kept in host memory.
 
     The tensors themselves stay where they are referred to, by the module, by the optimizer and within FSDP2, which
-    would all have to be told otherwise; only the memory below them goes and comes. Between the two nothing may read
+    would all have to learn new addresses; only the memory below them goes and comes. Between the two nothing may read
     them. On a CPU nothing is gained, and the same code runs.
     """
 
@@ -135,8 +135,8 @@ class Offloaded:
 def parameters_that_can_leave(model: nn.Module) -> list[Tensor]:
     """All parameters, after copying those whose memory cannot be given back; for the rows of a model that is cut.
 
-    On a CPU a file that is mapped, or numpy, may hold it together with the parameter. The model is told of a copy as if
-    it moved to another device, so that FSDP2 hears of it.
+    On a CPU a file that is mapped, or numpy, may hold it together with the parameter. The model takes a copy as if
+    it moved to another device, so that FSDP2 notices.
     """
     if not all(_can_leave(parameter) for parameter in model.parameters()):
         model._apply(_that_can_leave)  # type: ignore[no-untyped-call]

@@ -205,7 +205,7 @@ def fold_sums(total: float) -> int:
 #
 #     adapter_config.json: rank, alpha, which layers, beside which model
 #
-# The two files lie in a folder of their own within a version of the weights: whoever loads a model takes every file of
+# The two files lie in a folder of their own within a version of the weights: loaders of a model take every file of
 # its folder that ends in safetensors, and transformers takes a model with adapter_config.json for the adapter alone.
 
 _TASKS: Final = {"lm": "CAUSAL_LM", "value": "TOKEN_CLS", "scalar": "SEQ_CLS"}

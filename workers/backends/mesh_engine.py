@@ -107,8 +107,8 @@ class MeshEngine(ABC):
     _sum_of_frozen: int = field(default=0, init=False)
     _adapter_config: bytes | None = field(default=None, init=False)
     """adapter_config.json, where adapters are trained."""
-    _has_told_of_deltas: bool = field(default=False, init=False)
-    _has_told_of_prompts: bool = field(default=False, init=False)
+    _has_reported_deltas: bool = field(default=False, init=False)
+    _has_reported_prompts: bool = field(default=False, init=False)
     _unshared_because: str | None = field(default="this backend computes whole answers", init=False)
     """Why answers do not share their prompts; a backend may say otherwise."""
 
@@ -300,8 +300,8 @@ class MeshEngine(ABC):
         if not self.micro_batches.shares_prompts:
             return False
         reason = self._unshared_because
-        if not self._has_told_of_prompts:
-            self._has_told_of_prompts = True
+        if not self._has_reported_prompts:
+            self._has_reported_prompts = True
             unshared = f"each answer has its prompt to itself, though they may share it: {reason}"
             logger.info("answers of one prompt share it in a micro-batch" if reason is None else unshared)
         return reason is None
@@ -383,9 +383,9 @@ class MeshEngine(ABC):
         """
         weight_base = WeightBase.of(base) if base is not None else None
         files = self.weight_shard().write(directory, base=weight_base, on_progress=on_progress)
-        if weight_base is not None and weight_base.given_up and not self._has_told_of_deltas:
-            # Once: whoever asked for deltas, and trains what changes everywhere, should know that they save nothing.
-            self._has_told_of_deltas = True
+        if weight_base is not None and weight_base.given_up and not self._has_reported_deltas:
+            # Warned once: if every parameter changes, deltas save nothing, and the user who set them should know.
+            self._has_reported_deltas = True
             name, reason = next(iter(weight_base.given_up.items()))
             logger.warning(
                 "%s has no delta from %s, and the like is not said again: %s", name, weight_base.directory.name, reason

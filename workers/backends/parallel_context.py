@@ -5,7 +5,7 @@
                  mesh_contexts(world, meshes of the plan) ──► {"actor": ParallelContext, "critic": None, ...}
 
 The world moves data, and each mesh computes in groups of its own, so that neither waits for the other. A context is
-handed to whoever needs one; nothing reads ranks from the environment or from a module. Only tensors travel between
+passed as an argument; nothing reads ranks from the environment or from a module. Only tensors travel between
 ranks: torch's object collectives pickle, so they are not used anywhere.
 """
 

@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts that can be told whom to choose: the experts that made a token compute it again.
+"""Router replay for a mixture of experts: the experts that generated a token compute it again in training.
 
     the generator's rows of a micro-batch ──► RoutedExperts.rows ──┐ by layer
     hidden [T, H] ──► router of a layer ──► its own logits ────────┴──► experts [T, k], their weights of today
@@ -23,7 +23,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 _Router: TypeAlias = MixtralTopKRouter | Qwen2MoeTopKRouter | Qwen3MoeTopKRouter
-_ROUTED: Final = "routed_experts_of_the_present_row"  # of a model whose routers can be told
+_ROUTED: Final = "routed_experts_of_the_present_row"  # of a model whose routers can be replayed
 
 
 @dataclass
@@ -35,7 +35,7 @@ class RoutedExperts:
 
 
 def install_router_replay(model: Any) -> None:
-    """Give a model routers that can be told whom to choose, if it has any; before it is cut over ranks."""
+    """Make the routers of a model replayable, if it has any; before the model is cut over ranks."""
     routers = [module for module in model.modules() if isinstance(module, _Router)]
     if not routers:
         return
@@ -48,7 +48,7 @@ def install_router_replay(model: Any) -> None:
 def _replayed(
     routed: RoutedExperts, layer: int, router: Any, _: Any, chosen: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """After a router: its own choice, but where it is told whom to choose.
+    """After a router: the recorded experts of each token where there are any, else the router's own choice.
 
     Args:
         layer: among those with experts, counted from 0.
@@ -57,8 +57,8 @@ def _replayed(
     if routed.rows is None:
         return chosen
     logits, _, own = chosen
-    told = routed.rows[:, layer]
-    experts = torch.where((told >= 0).all(dim=-1, keepdim=True), told.long(), own)
+    recorded = routed.rows[:, layer]
+    experts = torch.where((recorded >= 0).all(dim=-1, keepdim=True), recorded.long(), own)
     weights = F.softmax(logits, dtype=torch.float32, dim=-1).gather(-1, experts)
     # A Mixtral's weights add up to 1 without being asked to, and stay in float32.
     is_mixtral = isinstance(router, MixtralTopKRouter)
@@ -81,5 +81,5 @@ def tell_routers(model: Any, rows: Tensor | None) -> None:
         routed.rows = rows
     elif rows is not None:
         raise ValueError(
-            f"samples say which experts to choose, and a {type(model).__name__} has no routers that could be told"
+            f"samples say which experts to choose, but a {type(model).__name__} has no routers that can replay them"
         )

@@ -12,7 +12,7 @@ from torch.nn.attention import varlen
 
 _TAKES_GQA: Final = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 VARLEN_OPERATION: Final = torch.ops.torch_attn._varlen_attn.default
-"""What `varlen_attention` is to whoever watches operations, as recomputation does."""
+"""The operation that dispatch modes such as recomputation see for `varlen_attention`."""
 
 
 def varlen_attention(

@@ -17,7 +17,7 @@ What a checkpoint holds is all that a commit stands for:
     weights_of/critic/    of every other role that is trained, in the same format
     state/actor/ state/critic/    what training resumes from, of every role that is trained
 
-Torch stays outside: whoever has tensors writes files into `CheckpointWriter.path` and says what it has written.
+Torch stays outside: the caller that has tensors writes files into `CheckpointWriter.path` and reports them.
 
 A commit is all or nothing because it is one entry in the trial log, appended when all that it names is on disk; its
 checksums find what is damaged later. Removing what no commit names only gives space back.
@@ -124,7 +124,7 @@ def committed_ledger(trial_directory: TrialDirectory, commit: Commit, number_by_
 class CheckpointWriter:
     """A new checkpoint directory that nobody else writes into, not even another attempt at the same step.
 
-    Whoever writes a file there says so here, with its digest: nothing is read again to be sealed.
+    Every writer of a file there reports it here, with its digest: sealing reads no file again.
 
     >>> writer = CheckpointWriter(trial, epoch=3, step=120)             # checkpoints/step-00000120-e3-9f1c2ab4/
     >>> files = save_shards(writer.folder(state_folder("actor")))       # any process may write
@@ -321,7 +321,7 @@ class _Found(NamedTuple):
 class CommittedLedger:
     """The ledger of the log's head.
 
-    Where it cannot be read, what was known before stays until it can: whoever learns too late what is settled
+    While it cannot be read, the state before stays: a reader that learns too late what is settled
     generates again what the trainer then turns away, and no more than that.
 
     Example:

@@ -1,7 +1,7 @@
 """Files of a checkpoint as they are written: piece by piece, hashed on the way, forced to disk.
 
     pieces ──► write(2) ──► fsync ──► the file        names ──► fsync of the directory
-        └────► digest ───► FileEntry ──► whoever makes the manifest
+        └────► digest ───► FileEntry ──► the maker of the manifest
 
 The digest is that of the bytes that were meant, not of those that a disk gives back, so that a manifest finds out what
 went wrong in between; and no byte is ever read to be sealed.

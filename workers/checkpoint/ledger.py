@@ -5,9 +5,9 @@
     drop(uid, reason) --+               +--states-----> checkpoints/.../ledger.msgpack    what has become of every row
 
 A commit names both. The whole ledger lies in the checkpoint, beside the weights that it belongs to and under the same
-checksums: whoever loads one has the other, and no older file is needed. The deltas are for those who follow the commits
-one by one, and for whoever looks back: they alone say which step trained a sample, and why one was dropped. What is
-pending when a trainer dies was never consumed.
+checksums: a reader that loads one has the other, and needs no older file. The deltas are for those who follow the
+commits one by one, and for people who look back: they alone say which step trained a sample, and why one was dropped.
+What is pending when a trainer dies was never consumed.
 
 That no sample counts twice rests on this refusal alone: a step whose batch holds a known uid is never committed. That
 receivers know what they hold, and the master's buffer what it has seen, only saves sending and training in vain.

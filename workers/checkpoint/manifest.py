@@ -3,7 +3,7 @@
     write_durable, where the bytes are ──► {path: FileEntry} ──► write_manifest ──► SealedDirectory
     read_manifest (is it the one that was named?) ──► verify_manifest (are the files what it says?)
 
-Sealing reads nothing: it trusts the digests of those who wrote. Only a reader reads. Whoever verifies is told of every
+Sealing reads nothing: it trusts the digests of those who wrote. Only a reader reads. Verification reports every
 piece that was hashed (`on_progress`), so that a deadline can be one without progress, whatever the size.
 
 A version of the weights gets a second name that stays, as a commit or an export (`link_weights`).
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 MANIFEST_NAME: Final = "manifest.json"
 ADAPTER_FOLDER: Final = "adapter"
-"""Of an adapter within a version of the weights: whoever loads a model takes every safetensors file of its folder."""
+"""Of an adapter within a version of the weights: loaders of models read every safetensors file of a folder."""
 _RETRY_PAUSES_S: Final = (1.0, 5.0, 20.0)  # a file server that failed over, or a handle that went stale
 
 
@@ -91,7 +91,7 @@ def write_manifest(directory: Path, files: Mapping[str, FileEntry], extra: Mappi
     """Seals a directory whose files are on disk, and forces the names of all of them there, too.
 
     Args:
-        files: by path relative to `directory`, as `write_durable` described each to whoever wrote it.
+        files: by path relative to `directory`, as `write_durable` returned each to its writer.
 
     Raises:
         ValueError: if `extra` is not JSON.
@@ -177,7 +177,7 @@ def verify_manifest(directory: Path, digest: str | None, *, on_progress: Callabl
 
 
 def read_pieces(path: Path, expected: FileEntry) -> Generator[memoryview, None, None]:
-    """A file of a sealed directory in order, each piece valid until the next one is asked for; whoever reads hashes.
+    """A file of a sealed directory in order, each piece valid until the next one is asked for; the reader hashes.
 
     Raises:
         CorruptCheckpointError: it has another length, or is no file.

@@ -3,7 +3,7 @@
 master ──leased record in name-resolve──► manager ──POST /bring_to──► generation workers, which read the manifest
                 digest: from the master's own hand to the reader's, beside the file system that carries the files
 
-What generation servers make of the weights that they are told of comes back to the trainer that has written them.
+The findings of generation servers about published weights come back to the trainer that has written them.
 
     manager --reading(directory)-----> leased record in name-resolve --read_weights_in_use--> master: which stay
             --refuse(refusal)-------->                               --read_refusal---------> master: what is damaged
@@ -118,7 +118,7 @@ def read_weights_in_use(names: NameService, key: str) -> frozenset[Path] | None:
 
 
 def read_refusal(names: NameService, key: str) -> Refusal | None:
-    """What the manager was last told to be damaged, which may be long gone; None where nothing was."""
+    """The version last reported as damaged to the manager, which may be long gone; None if there was none."""
     record = _read(names, key)
     return None if record is None else record.refused
 

@@ -30,7 +30,7 @@ class Remover:
     """
 
     def __init__(self) -> None:
-        self._told: set[Path] = set()
+        self._reported: set[Path] = set()
 
     def remove(self, path: Path) -> bool:
         """Whether the name is free now; what stays behind it is found by `sweep`."""
@@ -61,6 +61,6 @@ class Remover:
 
     def _tell(self, path: Path, error: BaseException) -> None:
         """Once: it is tried again with every step."""
-        if path not in self._told:
-            self._told.add(path)
+        if path not in self._reported:
+            self._reported.add(path)
             logger.warning("%s cannot be removed and takes room until it can be: %s", path, error)

@@ -2,7 +2,8 @@
 
     (trial seed, prompt, step, tries, call, answer) --> sampling seed --> with its position, a token's random number
 
-Whoever generates derives the same seeds, a rollout worker or a model worker with `generate` in the graph; and again
+All generators derive the same seeds: a rollout worker, a model worker with `generate` in the graph, and each of them
+again
 after a stop or a failure, for nothing of when or by whom an answer was asked for is part of them.
 """
 

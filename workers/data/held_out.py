@@ -29,8 +29,8 @@ def sums_of(
         asked: answers that were asked for.
         votes: what each of the answers says, None where it says nothing; None where nobody counts them.
     """
-    told = [reward >= _CORRECT_FROM for reward in rewards] if are_correct is None else are_correct
-    known = [bool(one) for one in told if one is not None]
+    judged = [reward >= _CORRECT_FROM for reward in rewards] if are_correct is None else are_correct
+    known = [bool(one) for one in judged if one is not None]
     correct, is_known = sum(known), len(known) == len(rewards)
     sums = {
         "problems": 1.0,

@@ -1,4 +1,4 @@
-"""Answers as a teacher reads them that is told more than the policy: behind its own prompts, and back again.
+"""Answers for a teacher whose prompts say more than the policy's: put behind these prompts, and back again.
 
 P P | a b c        the policy's prompt and answer       values of the answer, per shifted token: . v v v
 Q Q Q Q | a b c    what the teacher reads                                                        . . . v v v

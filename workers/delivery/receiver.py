@@ -215,4 +215,4 @@ class TrajectoryReceiver(Closing):
 
 
 def _nobody() -> None:
-    """Is told of arrivals before somebody wants to know."""
+    """The listener for arrivals until a request waits for them."""

@@ -37,7 +37,7 @@ _ROTARY_TABLE_STEP = 1024
 #
 #     dense    normed [T, H] --> down(act(gate) * up) ------------------------------------------> added to hidden
 #     mixture  normed [T, H] --> router --> top k of E experts per token --> each: as dense --> weighted sum, added
-#                                                  `--> [T, k] for whoever wants to know
+#                                                  `--> [T, k] if the caller asks for them
 #
 # The tensors stay the module's, so weights that are copied into it in place are used by the next call. A mixture reads
 # the weights of those experts only that some token has chosen, one expert after the other.

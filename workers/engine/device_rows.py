@@ -81,7 +81,7 @@ class UnreadTokens:
     """What one step has sampled for its requests."""
 
     def __init__(self, sampled: SampledTokens, requests: Sequence[ActiveRequest], *, version: str) -> None:
-        """Begin to copy; the tensors may be overwritten by whatever the device is told next.
+        """Begin to copy; the tensors may be overwritten by the device's next operation.
 
         Args:
             requests: those that the tokens are for, in the order of the rows; each has one unread token more.

@@ -135,7 +135,7 @@ class GenerationEngine(ContinuousBatch):
         """Change over to staged weights, without a copy; the next token is made by them, whatever the cache holds.
 
         Returns:
-            The weights of before: giving back their memory takes time, and is left to whoever drops them.
+            The weights of before: giving back their memory takes time, and is left to the caller that drops them.
         """
         before = StagedModel(self.model_directory, self._model, copy.copy(self._decoder), self.checksums)
         self._model, self.checksums = staged.model, staged.checksums
@@ -169,7 +169,7 @@ def load_model(directory: Path, *, dtype: torch.dtype, device: str) -> tuple[nn.
 #
 # Only this thread touches the engine, so a command takes effect between two decode steps, in the order in which it
 # came. A change-over is a pause, an update, a look at what it did, and the end of the pause, as one command. An
-# exception in a step ends the loop for good: every future gets it, and `failure` says so to whoever asks.
+# exception in a step ends the loop for good: every future gets it, and `failure` is the exception.
 
 OutputListener = Callable[[RequestOutput], object]
 
@@ -336,7 +336,7 @@ class EngineLoop:
         """Answer everyone who still waits, and let nobody wait from now on."""
         reason = "has stopped" if failure is None else f"has failed: {failure!r}"
         stopped = EngineStoppedError(f"the generation engine {reason}")
-        self._stopped = stopped  # from here on whoever puts something in answers it
+        self._stopped = stopped  # from here on the thread that adds a request answers it
         self._run_commands(wait=False)
         for future in self._futures.values():
             future.set_exception(stopped)

@@ -107,7 +107,7 @@ def _common(active: ActiveRequest, tokens: tuple[int, ...], asked: ActiveRequest
     if asked.request.experts_from is None:
         return length
     first, experts = asked.request.experts_from, active.experts
-    # Who computed what is shared is to be told as well; a row that was read again says who did before.
+    # The version that computed the shared part is reported as well; a row that was read again carries it.
     if experts is not None and not active.num_retractions and experts.know(first, length):
         return length
     return min(length, first)

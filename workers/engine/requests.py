@@ -350,7 +350,7 @@ class BatchScheduler:
         return max((request.reserved_tokens for request in self.running), default=0)
 
     def add(self, request: ActiveRequest) -> None:
-        """Queue a request; whoever adds it has checked that it fits into `max_total_tokens`, or it would never run."""
+        """Queue a request. The caller has checked that it fits into `max_total_tokens`, or it would never run."""
         self.waiting.append(request)
 
     def admit(self) -> list[ActiveRequest]:

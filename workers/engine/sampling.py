@@ -16,8 +16,8 @@ temperature.
     sampling seed --of()--> TokenUniforms --token_uniforms(position)--> u in [0, 1) --> the token at that position
     engine seed   --of()--> TokenUniforms --seed(number)--> sampling seed of a request that brings none
 
-Each row brings its own uniform number, a function of its seed and of where its token stands. There is no state: whoever
-knows the seed and the position draws the same number. So an answer that is made in chunks, is retracted and computed
+Each row brings its own uniform number, a function of its seed and of where its token stands. There is no state: the
+same seed and position give the same number. So an answer that is made in chunks, is retracted and computed
 again, moves to another server, outlives an engine or shares the batch with others draws what it would have drawn alone.
 """
 
@@ -278,7 +278,7 @@ def _inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = weights.cumsum_(dim=-1)
     # A uniform that rounds to 1.0 stays one step below the total: on an entry with weight, never past the end.
     threshold = uniforms.clamp(max=_LARGEST_UNIFORM).unsqueeze(-1) * cumulative[:, -1:]
-    # The clamp only acts on NaN weights: their row is ended by whoever sees its log-probability, not by an index error.
+    # The clamp only acts on NaN weights: the log-probability, which is not finite, ends their row, not an index error.
     return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 

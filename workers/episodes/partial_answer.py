@@ -7,7 +7,8 @@
 
 Which version that was, a server may say at the end of a request only, as SGLang does. Until then it says which one it
 holds: a single token that has just come was made by that, and so were those that came since it said the same before.
-What came over a change is of either, and so counts only once the end has told: if that never comes, it is given back.
+What came over a change is of either, and so counts only once the last event has named its version: without that event
+it is given back.
 
 Pure; the HTTP client around it is in generation_client.py.
 """
@@ -69,10 +70,10 @@ class PartialAnswer:
         self._begin, self._held = len(self.output_ids), ""
 
     def settle(self) -> None:
-        """The request is over: tokens whose version nobody has told are given back."""
-        if len(self.output_ids) > self._num_told:
+        """The request is over: tokens without a reported version are given back."""
+        if len(self.output_ids) > self._num_reported:
             self.stopped = False
-            del self.output_ids[self._num_told :], self.logprobs[self._num_told :]
+            del self.output_ids[self._num_reported :], self.logprobs[self._num_reported :]
 
     def cut(self, num_tokens: int) -> None:
         """End it before what its server would end it with, after so many of its tokens."""
@@ -121,23 +122,23 @@ class PartialAnswer:
         return reason
 
     @property
-    def _num_told(self) -> int:
+    def _num_reported(self) -> int:
         return self.spans[-1].end if self.spans else 0
 
     def _spans(self, meta: MetaInfo, num_new: int) -> list[VersionSpan]:
         """With what an event tells of the versions."""
-        num_before, told, begin = len(self.output_ids), meta.weight_versions, self._begin
-        if told is not None:  # of the present request from its first token on, in place of what was taken for granted
-            ends, end = [span.end for span in told], meta.completion_tokens
-            if [*(span.start for span in told), end] != [0, *ends] or sorted(ends) != ends:
-                raise MalformedEventError(f"version spans {told} are not one after the other over {end} tokens")
+        num_before, spans, begin = len(self.output_ids), meta.weight_versions, self._begin
+        if spans is not None:  # of the present request from its first token on, in place of the assumed version
+            ends, end = [span.end for span in spans], meta.completion_tokens
+            if [*(span.start for span in spans), end] != [0, *ends] or sorted(ends) != ends:
+                raise MalformedEventError(f"version spans {spans} are not one after the other over {end} tokens")
             earlier = [span._replace(end=min(span.end, begin)) for span in self.spans if span.start < begin]
-            return _joined([*earlier, *(_span(span.version, begin + span.start, begin + span.end) for span in told)])
+            return _joined([*earlier, *(_span(span.version, begin + span.start, begin + span.end) for span in spans)])
         held, before = meta.weight_version, self._held
         if not num_new:
             return self.spans
         self._held = held
-        if self._num_told < num_before or (num_new > 1 and held != before):
+        if self._num_reported < num_before or (num_new > 1 and held != before):
             return self.spans
         return _joined([*self.spans, _span(held, num_before, num_before + num_new)])
 

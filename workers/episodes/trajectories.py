@@ -71,7 +71,7 @@ class JudgedEpisode:
 
     @property
     def remarks(self) -> str:
-        """What people are told of it: by its reward, by its agent, and why it ended early."""
+        """Notes for people: of its reward, of its agent, and why it ended early."""
         noted = ", ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
         return "\n".join(filter(None, [self.said, noted and f"noted: {noted}", self.ended and f"ended: {self.ended}"]))
 
@@ -126,7 +126,7 @@ def make_sample(
     """The packed sample of one group.
 
     Args:
-        experts: of a mixture whose trainer is told whom to choose.
+        experts: of a mixture whose trainer replays its routing.
         parts: of the reward, whose numbers go along for people to read.
         remarks_bytes: for what is said of each in words, which goes along, too.
         teacher_prompt: what teachers read in the prompt's place, as its key has it; it goes along, too.
@@ -156,11 +156,11 @@ def make_sample(
     declared: list[Key] = []
     if parts:
         declared.append(reward_parts_key(len(parts)))
-        told = [
+        values_of_parts = [
             [episodes[number].parts.get(f"{REWARD_PART}{name}", math.nan) for name in parts] for number, _ in numbered
         ]
         with np.errstate(over="ignore"):  # a part without weight may say any number
-            values[REWARD_PARTS] = list(np.asarray(told, np.float32))
+            values[REWARD_PARTS] = list(np.asarray(values_of_parts, np.float32))
     if remarks_bytes:
         declared.append(remarks_key(remarks_bytes))
         remarks = (episodes[number].remarks.encode(errors="replace")[:remarks_bytes] for number, _ in numbered)

@@ -40,7 +40,7 @@ Held = Callable[[str], Path | None]
 
 
 async def give_weights(held: Held, request: web.Request) -> web.StreamResponse:
-    """Answers GET /weights/DIGEST/FILE, behind whoever checks keys."""
+    """Answers GET /weights/DIGEST/FILE, behind the check of keys."""
     digest, name = request.match_info["digest"], request.match_info["name"]
     directory = held(digest)
     if directory is None:
@@ -71,7 +71,7 @@ PROBE_TIMEOUT_S: Final = 3.0
 _UPDATE_MARGIN_S = 30.0  # the worker gives up first, and says why
 _SHUTDOWN_TIMEOUT_S = 1.0
 _WANTS_KEY = "this wants the administrator's key of the trial"
-_TORN = 422  # the weights are at fault, and not the server: whoever has published them is to hear of it
+_TORN = 422  # the weights are at fault, not the server: the trainer that published them must learn of it
 
 
 class ControlServer:

@@ -146,7 +146,7 @@ def make_backend(
 ) -> GenerationBackend:
     """
     Args:
-        session: in which a server in another process is told to take over weights.
+        session: of the requests by which a server in another process takes over weights.
         log_path: of a server in another process.
         check_gpus: given how many are visible, how many a server of this process has to use.
     """

@@ -8,7 +8,7 @@
 
     it said of the version before what the files say?
         yes: it must say so of the new one, too
-        no (another dtype, a GPU's own hash, a part of a tensor, rounded): it is believed; told of if nothing changed
+        no (another dtype, a GPU's own hash, a part of a tensor, rounded): it is believed; a warning if nothing changed
 
 The tensors are whole and under their own names in every engine: none that SGLang fuses (q, k, v; gate, up), and none
 that is large. That every other tensor was loaded is not shown by this; see docs/rollout.md for what shows it.
@@ -132,7 +132,7 @@ class HeldWeights:
         """Of what it is being brought to; None where it is believed."""
         self.is_stale = False
         """Whether the last check has found that it does not hold what it said: its word counts for nothing then."""
-        self._was_told = False
+        self._has_warned = False
 
     async def expect(self, weights: Path) -> None:
         """Look at the files that it is about to be brought to, and, the first time, at what it holds.
@@ -202,6 +202,6 @@ class HeldWeights:
         if self.is_stale:
             raise StaleServerError(f"what {self.url} holds since it was found stale is unknown: {reason}") from reason
         self._probe = None
-        if not self._was_told:
-            self._was_told = True
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning("what %s holds after an update is not looked at, but believed: %s", self.url, reason)

@@ -6,7 +6,7 @@
                          │ says nothing, or can read neither: it stays paused, BackendLostError
     wait_ended: every second, does the process live, does its scheduler answer?
                     │ died: BackendLostError      │ silent for SILENCE_TIMEOUT_S, and reads no weights: likewise
-    restarted by whoever runs the backend: stop, start
+    restarted by the caller that runs the backend: stop, start
 
 Stock SGLang: no file of it is changed. What a machine without a GPU lacks is put in its place, see `cpu_stand_ins`.
 """
@@ -177,7 +177,7 @@ class SglangBackend:
     spec: GenerationServerSpec
     access: ServerAccess
     session: aiohttp.ClientSession
-    """In which it is asked, and told to take over weights."""
+    """Of all requests to the server, updates of weights included."""
     log_path: Path
     seed: int
     start_timeout_s: float

@@ -1,9 +1,9 @@
 """SglangProcess: one SGLang server as a child of this process, its log, and its end.
 
-argv ──► process group of its own ──stdout, stderr──► scrubbed ──► log file; the first error in it is told
+argv ──► process group of its own ──stdout, stderr──► scrubbed ──► log file; its first error is reported
                                                           └── what the disk has no room for is left out, and counted
    worker dies, SIGKILL included ──kernel──► the server dies ──kernel──► its schedulers die
-   stop ──► SIGTERM ──grace──► SIGKILL to whoever is left of the group ──► its temporary files, its names in memory
+   stop ──► SIGTERM ──grace──► SIGKILL to the rest of the group ──► its temporary files, its names in memory
 """
 
 import asyncio
@@ -108,7 +108,7 @@ class SglangProcess:
             log.close()
 
     def poll(self) -> int | None:
-        """Its return code once it has ended (negative: a signal); whoever is left of its group is killed first."""
+        """Its return code once it has ended (negative: a signal); the rest of its group is killed first."""
         if self._process.returncode is not None:
             return self._process.returncode
         # Look before reaping: while the leader is a zombie its id cannot be used again, so the group is still ours.

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 import msgspec
 
 from corral.experiments.exit_codes import WorkerExit
-from corral.experiments.trial.guarded_listener import told_refusals
+from corral.experiments.trial.guarded_listener import describe_refusals
 from corral.experiments.trial.spans import PHASES, Span
 from corral.experiments.trial.worker_record import Trouble, WeightUpdate, WorkerRecord
 from corral.name_resolve.base import NameExistsError, NameService, NameServiceError
@@ -163,10 +163,10 @@ class Presence(Closing):
             before = self._record
             version = before.version if version is None else version
             weight_update = weight_update or before.weight_update
-            told = before.troubles if troubles is None else tuple(troubles)
+            present = before.troubles if troubles is None else tuple(troubles)
             self._dirty = self._dirty or (version, weight_update) != (before.version, before.weight_update)
             self._record = msgspec.structs.replace(
-                before, progress=before.progress + 1, version=version, weight_update=weight_update, troubles=told
+                before, progress=before.progress + 1, version=version, weight_update=weight_update, troubles=present
             )
             self._entered = time.monotonic()
 
@@ -213,7 +213,7 @@ class Presence(Closing):
         if self._timeline is not None:
             self._timeline.note_clock(asked_s=asked_s, answered_s=time.monotonic(), clock_s=beat)
         record = msgspec.structs.replace(self.snapshot(), beat=beat)
-        if refusals := told_refusals():
+        if refusals := describe_refusals():
             record = msgspec.structs.replace(record, phase=f"{record.phase}; {refusals};")
         return msgspec.json.encode(record).decode()
 
@@ -233,7 +233,7 @@ class Presence(Closing):
             self._lease.update(text)
             self._names.add(self._memory, text)
         except NameExistsError:
-            # Whoever started our successor took us for dead. Two of us must not act.
+            # The supervisor took this worker for dead and started a successor. Two of them must not act.
             logger.critical("another process holds this worker's record: this one was replaced, and leaves")
             sys.stderr.flush()
             os._exit(WorkerExit.SUPERSEDED)

@@ -4,7 +4,7 @@
     presence --note_clock: its own clock beside the name service's--> a clock line before what follows
 
 Nothing depends on it, and nobody waits for it: recording appends to a bounded deque, without a lock and without a look
-at a file. A disk that hangs holds up the writing thread alone; one that refuses ends the recording, which is told once.
+at a file. A disk that hangs holds up the writing thread alone; one that refuses ends the recording, with one warning.
 """
 
 import logging
@@ -83,7 +83,7 @@ class Timeline(Closing):
             self._thread.join(timeout=_LEAVE_S)
 
     def _write_on(self) -> None:
-        is_told = False
+        has_warned = False
         while True:
             is_last = self._closed.wait(_FLUSH_S)
             try:
@@ -91,9 +91,9 @@ class Timeline(Closing):
                 self._write()
             except (OSError, ValueError) as error:  # of a disk, or of a name that is no Unicode
                 self._written = None
-                if not is_told:
+                if not has_warned:
                     logger.warning("the timeline of %s lacks spans from now on: %s", self._clock.worker, error)
-                is_told = True
+                has_warned = True
             if is_last:
                 return
 

@@ -239,7 +239,7 @@ class Worker(ABC):
 
 
 class Notice:
-    """SIGTERM in a step of a job: notice that the job is about to end, told to `tell`, and no order to leave.
+    """SIGTERM in a step of a job: notice that the job is about to end, passed to `tell`, and no order to leave.
 
     preemption --SIGTERM, GraceTime before the end--> all steps, and not the supervisor
         master --control/stop.json: checkpoint, then the next attempt--> supervisor, which asks SLURM why
@@ -338,7 +338,7 @@ def run_async(main: Coroutine[Any, Any, None], stopping: threading.Event) -> Non
             raise StopRequested("signal") from None
         except BaseExceptionGroup as group:
             failure = _cause_of(group)
-        if failure is not None:  # not where the group is handled, or it would be told as part of the cause
+        if failure is not None:  # not where the group is handled, or the traceback would show it as part of the cause
             raise failure
 
     try:
@@ -387,11 +387,11 @@ def run_to_exit_code(make: Callable[[WorkerContext], Worker], context: WorkerCon
         if (damage := next((cause for cause in causes if isinstance(cause, CorruptLogError)), None)) is not None:
             logger.error("%s cannot go on: %s", worker_id, damage)
             exit_code, cause = WorkerExit.CANNOT_CONTINUE, str(damage)
-        elif told := next((said for cause in causes if (said := _refused_file(cause))), ""):
+        elif refusal := next((text for cause in causes if (text := _refused_file(cause))), ""):
             frames = traceback.extract_tb(error.__traceback__)[::-1]
             places = ", called by ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in frames)
-            logger.error("at %s\n%s failed: %s", places, worker_id, told)
-            exit_code, cause = WorkerExit.ERROR, told
+            logger.error("at %s\n%s failed: %s", places, worker_id, refusal)
+            exit_code, cause = WorkerExit.ERROR, refusal
         else:
             logger.error("%s failed:\n%s", worker_id, traceback.format_exc())
             exit_code = WorkerExit.NO_ROOM if any(map(is_no_room, causes)) else WorkerExit.ERROR

@@ -201,7 +201,7 @@ class Admission:
         self._unknown.pop(worker, None)
 
     def deal(self) -> Iterator[tuple[str, Allocation]]:
-        """What those who wait get now; who is not known any more is told to report."""
+        """The answers for workers that wait. A worker that is not known any more gets a request to report."""
         while self._unknown:
             yield self._unknown.popitem()[0], Allocation(must_report=True)
         while (least := self._waiting.least()) is not None and not self.waiting_for():

@@ -10,7 +10,8 @@ request for work which problems it has, so nobody has to remember for it: a mana
 what was dealt in an answer that got lost is dealt again.
 
 Guarantee: each problem counts once, since the first answers to it take it out of the book, and what comes later, of
-whoever had it before or of another evaluation, is not in it. Pure, but for `evaluate`, by which the master waits.
+whichever worker had it before, or of another evaluation, is not in it. Pure, but for `evaluate`, by which the master
+waits.
 """
 
 import asyncio

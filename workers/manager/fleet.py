@@ -2,8 +2,8 @@
 
     records ────────► appeared, gone ─► a probe of each, every 2 s ──silent──► SUSPECT
     new weights ─┐                                                                │ a pause
-    joined ──────┼──► those that need it ─► as hosts can have it (plan_updates): staged ─► told ─► verified ─► READY
-    SUSPECT ─────┘                                                                            └─► requests that wait
+    joined ──────┼──► those that need it ─► as hosts can have it (plan_updates): staged ─► updating ─► verified ─► READY
+    SUSPECT ─────┘                                                                                └─► requests that wait
 
 Updates and probes run side by side, one of each for a server at most. Nothing is locked across I/O.
 
@@ -38,7 +38,7 @@ _MOST_REFUSALS = 2  # of one directory by one server: a network file system may 
 
 MAX_RECEIVERS: Final = 2  # of one holder; a single stream is bound by the receiver's hashing, not by a fast network
 MAX_READERS: Final = 2  # of the shared file system; a second one, should the first one hang
-MAX_SOURCES: Final = 3  # that a receiver is told; only the first is counted, the others are for when it fails
+MAX_SOURCES: Final = 3  # that a receiver gets; only the first is counted, the others are for when it fails
 SHARED_FILE_SYSTEM: Final = ""
 
 
@@ -50,7 +50,7 @@ class Start:
     arrives_from: str | None
     """The place of its source, or SHARED_FILE_SYSTEM; None where nothing is in the way of others."""
     sources: tuple[str, ...] = ()
-    """Control URLs that the server's worker is told, in the order in which it is to ask them."""
+    """Control URLs for the server's worker, in the order in which to ask them."""
 
 
 def plan_updates(servers: Collection[Server], needing: Sequence[Server], *, version: str) -> list[Start]:
@@ -136,7 +136,7 @@ class Fleet:
         self._on_serving = on_serving
         self._on_news = on_news
         self._updates: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """Under way, by name and incarnation of the server: what a lost host was told holds up nobody else."""
+        """Updates under way, by name and incarnation of the server: an update of a lost host holds up no other."""
         self._refusals: Counter[tuple[str, str]] = Counter()
         """Of directories of weights, by name of the server."""
         self._refused: Refusal | None = None
@@ -202,7 +202,7 @@ class Fleet:
             async with self._in_use.reading(published.directory):
                 if published.digest is not None and (server.place or is_serving):
                     await self._stage(start, published)
-                self._table.happened(server, "told")
+                self._table.happened(server, "updating")
                 await self._client.bring_to(server.control, published, sources=start.sources)
             await self._client.probe(server.url)
         except (ServerError, NameServiceError) as error:

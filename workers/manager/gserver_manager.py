@@ -11,8 +11,8 @@
 asyncio only; nothing is locked across I/O, and every loop and every update is a task of one TaskGroup. What it knows it
 can lose: Admission and ServerTable are rebuilt from reports, records and the trial log.
 
-Nobody asks again and again: who waits for a prompt or a server is answered when there is one, and whoever publishes a
-record wakes those who read it. That this news comes is an optimisation; every loop also looks by itself now and then.
+Nobody polls: a worker that waits for a prompt or a server is answered when there is one, and the trainer that publishes
+a record wakes those who read it. That this news comes is an optimisation; every loop also looks by itself now and then.
 """
 
 import asyncio
@@ -170,8 +170,8 @@ class GserverManager(Worker):
         """The process of each that has reported last."""
         self._turns: dict[str, asyncio.Future[Allocation]] = {}
         """By name, of the rollout workers that wait for a prompt."""
-        self._told: WaitingFor | Literal[""] = ""
-        """What they know that prompts wait for."""
+        self._announced: WaitingFor | Literal[""] = ""
+        """What prompts wait for, as those rollout workers know it."""
         self._without_server = WaitingLine()
         """Those for whom no server is ready."""
         self._without_room = WaitingLine()
@@ -277,7 +277,7 @@ class GserverManager(Worker):
         self._turns[worker] = turn
         try:
             self._let_in()
-            if request.knows == self._told or turn.done():
+            if request.knows == self._announced or turn.done():
                 async with asyncio.timeout(LONGEST_TURN_S):
                     return await turn
         except TimeoutError:
@@ -298,8 +298,8 @@ class GserverManager(Worker):
         for worker, allocation in self._admission.deal():
             self._end_turn(worker, allocation)
         waiting_for = self._admission.waiting_for()
-        if waiting_for != self._told:
-            self._told, refusal = waiting_for, self._admission.refusal()
+        if waiting_for != self._announced:
+            self._announced, refusal = waiting_for, self._admission.refusal()
             for worker in list(self._turns):
                 self._admission.leave(worker)
                 self._end_turn(worker, refusal)
@@ -447,7 +447,7 @@ class GserverManager(Worker):
         self._news.set()
 
     async def _look_at_fleet(self) -> None:
-        """All servers on their way to the present weights, and those who wait for one told."""
+        """All servers are on their way to the present weights, and the requests that wait for one are answered."""
         if self._published is None:
             return
         await self._fleet.bring_up(self._published)

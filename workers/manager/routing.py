@@ -46,7 +46,7 @@ class ServerTable:
     Example:
         table = ServerTable()
         server = table.appeared("generation_server/0", url="http://10.0.0.1:1", control=..., incarnation="a")
-        table.happened(server, "told"), table.happened(server, "verified", version=PolicyVersion(0, 0))
+        table.happened(server, "updating"), table.happened(server, "verified", version=PolicyVersion(0, 0))
         table.route("0:problem-1", tokens=256, version=PolicyVersion(0, 0), least_step=0)   # -> that server
     """
 

@@ -1,15 +1,16 @@
 """One incarnation of a generation server, as the manager sees it: events in, its state out.
 
-              told                 verified
-    STARTING ──────► LOADING ────────────────► READY ──┐ not updated: it generates on with what it holds
-        │              │ ▲ ▲        told         │ ▲───┘
+             updating              verified
+    STARTING ──────► LOADING ────────────────► READY ──┐ not updated: it generates on with its old weights
+        │              │ ▲ ▲      updating       │ ▲───┘
         │  not updated │ │ └─────────────────────┤
-        │              ▼ │ told, after a pause   │ silent
+        │              ▼ │ updating, after a     │ silent
+        │                │ pause                 │
         └──────────► SUSPECT ◄───────────────────┘              any ──gone──► DEAD
                         └──excused──► READY
 
-    told         its worker is told to take other weights over now, what was staged being there
-    verified     it says that it holds them, and that it takes requests
+    updating     its worker starts to take over the staged weights
+    verified     the server reports that it holds them, and that it takes requests
     not updated  staging or taking over failed
     silent       it could not be reached, or did not answer its probe
     blamed       it failed at two prompts lately, at which no other server has failed
@@ -19,8 +20,8 @@
 Only READY servers get requests. A request that is refused is no event: it is the request's failure. So is a failure at
 one prompt, by whatever error, which moves on to another server: it benches none. Nor is it one that
 a server has no room: it then comes after all others. What the table does not name changes nothing: such news is late. A
-SUSPECT server is told again after a pause that grows each time in a row, to 30 s and not for ever: a network that was
-cut comes back, and whether a process must start again its worker decides. Pure.
+SUSPECT server is updated again after a pause that grows with each failure in a row, to 30 s: a network that was cut
+comes back. Its worker decides whether a process must start again. Pure.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from typing import Final, Literal
 
 from corral.scheduling.policy_version import PolicyVersion
 
-ServerEvent = Literal["told", "verified", "not updated", "silent", "blamed", "excused", "gone"]
+ServerEvent = Literal["updating", "verified", "not updated", "silent", "blamed", "excused", "gone"]
 
 PAUSES_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # after the first failure in a row, the second, ...
 MAX_KV_FRACTION: Final = 0.9  # of a KV cache; the rest is for answers that become longer than expected
@@ -46,9 +47,9 @@ class ServerState(Enum):
 
 
 _NEXT: Final[Mapping[tuple[ServerState, ServerEvent], ServerState]] = {
-    (ServerState.STARTING, "told"): ServerState.LOADING,
-    (ServerState.READY, "told"): ServerState.LOADING,
-    (ServerState.SUSPECT, "told"): ServerState.LOADING,
+    (ServerState.STARTING, "updating"): ServerState.LOADING,
+    (ServerState.READY, "updating"): ServerState.LOADING,
+    (ServerState.SUSPECT, "updating"): ServerState.LOADING,
     (ServerState.LOADING, "verified"): ServerState.READY,
     (ServerState.STARTING, "not updated"): ServerState.SUSPECT,
     (ServerState.LOADING, "not updated"): ServerState.SUSPECT,
@@ -68,7 +69,7 @@ class Server:
     name: str
     url: str
     control: str
-    """Where its worker is told to bring it to other weights."""
+    """URL of its worker, which brings it to other weights."""
     incarnation: str
     kv_tokens: int = 0
     """That its KV cache has room for; 0 if it does not say."""
@@ -112,7 +113,7 @@ class Server:
         if reason and not self.trouble:
             self.troubled_since = now
         self.trouble = "" if event in ("verified", "excused") else reason or self.trouble
-        if event in ("told", "excused"):
+        if event in ("updating", "excused"):
             return
         self.arrives_from = None
         if event == "verified":

@@ -3,7 +3,7 @@
     step 7 ──begin──► ranks copy; ledger, lines, published weights as they are ──► step 8 ──► step 9 ──begin──► ...
                                 │                                                                      │
                                 └─ ranks write, fsync, hash ──► manifest ──► entry of the log ──settled┘
-                                            └─ a disk says no ──► told; the next commit covers this one's samples, too
+                                            └─ a disk says no ──► reported; the next commit covers these samples, too
 
 What is committed is decided by the entry of the trial log alone: who dies before it leaves the commit before, whose
 ledger has none of the steps since, and a directory that no entry names, which a later epoch removes.
@@ -191,7 +191,7 @@ class Commits(AsyncClosing):
     # Until it counts
 
     async def _write(self, moment: CommitMoment) -> None:
-        """Wait until the ranks have written what they copied, and name it in the trial log; a failure is told."""
+        """Wait until the ranks have written their copies, and name the commit in the trial log; report a failure."""
         epoch, checkpoint, started = self._epoch, moment.checkpoint, time.monotonic()
         results = await all_or_first_error(*map(self._trainers.written, epoch.roles))
         written = dict(zip(epoch.roles, results, strict=True))

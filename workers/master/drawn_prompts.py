@@ -7,8 +7,9 @@
 
 What comes next follows from the seed and from outcomes, and not from when they became known: each draw has a generator
 of its own, by its number; weights change with a step alone, in the order of the prompts; and that too few are left is
-true of a batch whoever heard of it first. Where answers come in any order, so do the outcomes, and the draws follow
-them; with `rollout.reorder_window: 1` they come in one, and a trial that was interrupted draws what it would have.
+true of a batch, whichever worker heard of it first. Where answers come in any order, so do the outcomes, and the draws
+follow them; with `rollout.reorder_window: 1` they come in one, and a trial that was interrupted draws what it would
+have.
 
 A pass of a row is a draw of it: the uid "2:gsm8k/17" is its third, so that no uid comes twice, and in the ledger a row
 may be in its tenth pass while another one is in none. "No prompt is trained twice or lost" means: of each row, passes

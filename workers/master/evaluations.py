@@ -195,7 +195,7 @@ class Evaluations(AsyncClosing):
         context = self._epoch.context
         asked = EvaluateVersion(epoch=self._epoch.writer.epoch, version=str(version))
         self.progress = f"evaluation of version {version}"
-        is_told = False
+        has_reported = False
         async with ServerClient[ManagerRequest, ManagerReply](
             context.security, ManagerReply, lambda: context.names.get(context.keys.manager()), server=MANAGER
         ) as manager:
@@ -209,9 +209,9 @@ class Evaluations(AsyncClosing):
                 self.progress = f"evaluation of version {version}: {reply.num_done} of {reply.num_problems} problems"
                 if (reply.epoch, reply.version) != (asked.epoch, asked.version):
                     continue
-                if reply.is_complete or (reply.failures and not is_told):
+                if reply.is_complete or (reply.failures and not has_reported):
                     await self._tell_unjudged(version, reply.sums, reply.failures)
-                    is_told = True
+                    has_reported = True
                 if reply.is_complete:
                     steps = [PolicyVersion.parse(each).step for each in reply.versions]
                     of_steps = {"version_min": float(min(steps)), "version_max": float(max(steps))} if steps else {}

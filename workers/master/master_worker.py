@@ -325,7 +325,7 @@ class MasterWorker(Worker):
 
     @property
     def _trainer(self) -> ModelWorkerSpec:
-        """What model workers are told; what is read here of it is equal for all."""
+        """The specification of model workers; the fields read here are equal for all."""
         trainer = self.context.plan.worker("model_worker", 0)
         assert isinstance(trainer, ModelWorkerSpec), trainer
         return trainer

@@ -234,7 +234,7 @@ class SampleHolders(Protocol):
         """Load rows of the dataset."""
 
     def clear(self, uids_by_rank: Mapping[int, list[str]]) -> None:
-        """Free the tensors of samples where they are, sooner or later; nobody is told."""
+        """Free the tensors of samples where they are, sooner or later; their senders get no message."""
 
     async def reject(self, uids_by_rank: Mapping[int, Sequence[str]], rejection: Rejection) -> None:
         """Throw samples away and tell the rollout workers why: `stale` issues the prompt again, `consumed` does not."""
@@ -410,7 +410,7 @@ class TrajectorySource:
     def _why_not(self, copy: BufferedSample) -> Rejection:
         if not self.buffer.is_consumed(copy.uid):
             return "duplicate"
-        # Who made it anew since the drop's maker was away is told so: its place among what may run is free.
+        # Another worker's record dropped this prompt. Tell the sender, so that the manager frees its slot.
         return "dropped" if self.is_dropped(copy.uid) else "consumed"
 
     def _note_ready(self, samples: Sequence[BufferedSample], keys: frozenset[str]) -> None:

@@ -142,7 +142,7 @@ class StepRunner:
     publish: Callable[[], Awaitable[None]]
     """Makes the weights that have just changed known to the generation servers."""
     on_progress: Callable[[Sequence[str], Mapping[str, Sequence[str]]], None] = lambda running, waits_for: None
-    """Told, whenever a call starts or ends, which calls run, and for each of the others which calls it waits for."""
+    """Called whenever a call starts or ends, with the calls that run, and for each other call those it waits for."""
     record: Record = unrecorded
     """Has what each call did and waited for, in a lane of its own."""
 

@@ -295,10 +295,10 @@ def _samples(replies: Mapping[int, ReplyPayload]) -> list[BufferedSample]:
 
 def _joined(replies: Mapping[str, ReplyPayload]) -> WrittenFiles:
     """What all ranks have written together, given their replies by worker; each file is one rank's."""
-    told = {worker: reply for worker, reply in replies.items() if isinstance(reply, WrittenReply)}
+    written = {worker: reply for worker, reply in replies.items() if isinstance(reply, WrittenReply)}
     return WrittenFiles(
-        state={name: entry for reply in told.values() for name, entry in reply.state.items()},
-        weights={name: entry for reply in told.values() for name, entry in reply.weights.items()},
-        problems={worker: reply.failed_because for worker, reply in told.items() if reply.failed_because},
-        lacks_room=any(reply.lacks_room for reply in told.values()),
+        state={name: entry for reply in written.values() for name, entry in reply.state.items()},
+        weights={name: entry for reply in written.values() for name, entry in reply.weights.items()},
+        problems={worker: reply.failed_because for worker, reply in written.items() if reply.failed_because},
+        lacks_room=any(reply.lacks_room for reply in written.values()),
     )

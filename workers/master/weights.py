@@ -35,7 +35,7 @@ from corral.workers.master.epoch import Epoch
 from corral.workers.master.trainer_group import TrainerGroup
 from corral.workers.requests.messages import TrainNotice
 
-_KEPT: Final = 3  # a server that was told of a version just now may not have said yet that it reads it
+_KEPT: Final = 3  # a server that has just heard of a version may not have reported yet that it reads it
 _MOST_COPIES: Final = 3  # of one version; what damages each of them, a disk or a server's host, is for people to mend
 _NAME: Final = re.compile(r"v(?P<step>\d{8,})-e(?P<epoch>\d+)(-copy\d+)?", re.ASCII)
 
@@ -57,7 +57,7 @@ class PublishedVersions:
         self._damaged: PolicyVersion | None = None
         """The last one that was."""
         self._num_copies = 0
-        self._is_told = False
+        self._has_alarm = False
 
     @property
     def directory(self) -> Path:
@@ -79,7 +79,7 @@ class PublishedVersions:
         orphans, and so is what is made with them. The lineage knows neither, and turns their samples away.
         """
         await self._write(version)
-        if self._is_told:  # the version before needs nobody's attention any more
+        if self._has_alarm:  # the version before needs nobody's attention any more
             await self._tell(is_alarm=False, text=f"version {version} is published", details="", causes=[])
 
     async def publish_again_if_damaged(self, version: PolicyVersion) -> bool:
@@ -196,7 +196,7 @@ class PublishedVersions:
         return target
 
     async def _tell(self, *, is_alarm: bool, text: str, details: str, causes: list[str]) -> None:
-        self._is_told = is_alarm
+        self._has_alarm = is_alarm
         step = self._damaged.step if self._damaged is not None else 0
         notice = TrainNotice(topic="published weights", is_alarm=is_alarm, text=text, details=details, causes=causes)
         await self._epoch.tell(notice, step=step)

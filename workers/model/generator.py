@@ -236,8 +236,8 @@ class Generator:
         described = []
         for (uid, order, _), one in zip(asked, made, strict=True):
             if isinstance(one, PromptFailedError):
-                reason, told = one.reason, dict(one.statistics)
-                described.append(SampleMetadata(uid, (), [], (version,), order, dropped_because=reason, scalars=told))
+                reason, stats = one.reason, dict(one.statistics)
+                described.append(SampleMetadata(uid, (), [], (version,), order, dropped_because=reason, scalars=stats))
             else:
                 self._store.put(one.sample)
                 keys, lengths = tuple(one.sample.seqlens), one.sample.answer_lengths()

@@ -4,8 +4,8 @@
                                                                    └── too many bytes: the oldest of this rank go
 
 Nothing depends on these files, and training never waits for them: while one is written the next step's are passed over,
-and a disk that refuses is told once. A step that is trained again, by a later epoch, has other files, and readers take
-the newest.
+and a disk that refuses is reported once. A step that is trained again, by a later epoch, has other files, and readers
+take the newest.
 
 One row is one sequence: a whole answer, or one branch of an episode. What belongs to a token stands at its place.
 """
@@ -139,7 +139,7 @@ class KeptSamples(Closing):
         is_generated = generated(values, made)
         gaps = None if trainer is None else np.abs(trainer - values["old_logprobs"])[is_generated]
         versions = values["versions"][is_generated]
-        told = [None if isnan(number) else float(number) for number in values.get(REWARD_PARTS, ())]
+        parts = [None if isnan(number) else float(number) for number in values.get(REWARD_PARTS, ())]
         return {
             "answer": int(values[EPISODES][0]) if EPISODES in values else at,
             "sequence": at,
@@ -158,5 +158,5 @@ class KeptSamples(Closing):
             "trainer_logprobs": trainer,
             "advantages": advantages,
             "versions": values["versions"],
-            **{f"{PART}{name}": number for name, number in zip(self._parts, told, strict=True)},
+            **{f"{PART}{name}": number for name, number in zip(self._parts, parts, strict=True)},
         }

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # re-exported by torch.distributed, but not for type checkers
 from transformers.utils import logging as transformers_logging
 
-from corral.experiments.config.rollout import told_parts
+from corral.experiments.config.rollout import reported_parts
 from corral.experiments.worker_specs import ModelWorkerSpec
 from corral.name_resolve.base import NameService
 from corral.scheduling.dataflow import build_dataflow
@@ -230,7 +230,7 @@ class ModelWorker(Worker):
                 tokenizer=spec.tokenizer,
                 rank=spec.index,
                 num_ranks=len(context.plan.master.sample_ranks),
-                parts=told_parts(spec.reward.reward),
+                parts=reported_parts(spec.reward.reward),
             )
         )
         models = Models(

@@ -21,7 +21,7 @@ from corral.scheduling.parallel import Mesh, ParallelDims
 from corral.workers.backends.mesh_engine import MeshEngine
 from corral.workers.backends.parallel_context import ParallelContext
 
-_HEADER_BYTES: Final = 512  # the same for every tensor, so that none has to be told its length first
+_HEADER_BYTES: Final = 512  # the same for every tensor, so that no header's length has to be sent first
 
 
 def reallocation_meshes(graph: DataflowGraph, meshes: Mapping[str, Mesh]) -> dict[str, Mesh]:

@@ -4,7 +4,7 @@
                                                     ├──► DataStore ──┤
     rows of the dataset ──► RowLoader ──LoadRows────┘                └──► DataPlane: to ranks that compute on them
                                                         ▲
-                         Reject, ClearDataCache ────────┘  gone; the sender of a rejected one is told
+                         Reject, ClearDataCache ────────┘  gone; the sender of a rejected one hears of it
 
 A trial has one source of the two; the master hears of samples as metadata. A record that its rollout worker has given
 up has no tensors: its uid and the reason are passed on. What the master asks here is answered in the stream's I/O
@@ -150,7 +150,7 @@ class Samples:
                 self._deliveries_by_uid.pop(uid, None)
 
     def clear(self, uids: Sequence[str]) -> None:
-        """These samples are used up; nobody is told."""
+        """These samples are used up; their senders get no message."""
         self.store.drop(uids)
         gone = {delivery for uid in uids for delivery in self._deliveries_by_uid.pop(uid, ())}
         self._duplicates.difference_update(gone)

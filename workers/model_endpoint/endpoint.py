@@ -5,7 +5,7 @@
             ──vLLM's token endpoint──► [ key | check ──────────────────► ids ] ──┘                                │
                                                                         JSON, or a stream of it ◄── replies.py ───┘
 
-A key is an episode: whoever has it adds to that one and to no other, and nothing else opens this door. It listens on
+A key is an episode: a client that has it adds to that episode only, and nothing else is accepted here. It listens on
 loopback, and on a Unix socket that reaches into a sandbox without a network. What is sampled, and how, is the trial's:
 a program says what it asks and how long an answer may be.
 """
@@ -63,8 +63,8 @@ class Conversations:
     messages ──begin with a conversation that was answered──► its ids, bridged to the messages behind the answer
        └──begin with none, or with one that is written in another way by now──► rendered from the beginning
 
-    A program sends all messages each time. What it sends is known again if it says what it was told: fields that are
-    None or nobody reads may be missing, and the arguments of a call may be spaced in another way. If it has changed
+    A program sends all messages each time. An answer in them is recognized if it equals the answer sent: fields that
+    are None or nobody reads may be missing, and the arguments of a call may be spaced in another way. If it has changed
     anything, such as left the reasoning out, that is another history, and another branch of the episode.
     """
 

@@ -72,7 +72,7 @@ class Allocate(MessageBody, frozen=True, tag="allocate"):
     last: int | None
     """Admission number of the prompt that this process was given last."""
     knows: WaitingFor | Literal[""] = ""
-    """What it was told that prompts wait for."""
+    """What prompts wait for, as of the last reply."""
     held_out: list[HeldOutProblem] = []
     """All held-out problems that it is answering."""
 
@@ -96,7 +96,7 @@ class Schedule(MessageBody, frozen=True, tag="schedule"):
     busy_url: str = ""
     """Server that had no room for this prompt; it is well, but another one may have room."""
     knows: str = ""
-    """Why none may, as it was told last."""
+    """Why no prompt may start, as of the last reply."""
     worker: str = ""
     """Who has it."""
 

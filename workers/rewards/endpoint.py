@@ -16,7 +16,7 @@ import aiohttp
 
 from corral.experiments.config.endpoint import EndpointConfig
 
-SHOWN = 200  # characters of a reply, where a failure is told
+SHOWN = 200  # characters of a reply in the message of a failure
 _CONNECT_TIMEOUT_S = 10.0
 _LONGEST_PAUSE_S = 30.0
 _BUSY = frozenset({408, 429, *range(500, 600)})  # by which an endpoint asks to come back
@@ -39,7 +39,7 @@ async def ask(
 
     Args:
         path: below the URL.
-        before_try: is told why the try before has failed, "" before the first one.
+        before_try: called with the failure of the try before, "" before the first try.
 
     Raises:
         EndpointDownError: as above.

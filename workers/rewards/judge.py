@@ -113,7 +113,7 @@ class Judge(EndpointConfig):
         if "answer" not in fields:
             raise ValueError("prompt has no {answer}; the judge would not see it")
         if self.url == TRIAL and self.key:
-            raise ValueError("the trial's own judge is told a key; remove key")
+            raise ValueError("the trial's own judge gets a key from the trial; remove key")
         if self.lowest > self.highest:
             raise ValueError(f"lowest {self.lowest:g} is above highest {self.highest:g}: no verdict is between them")
         return self
@@ -170,6 +170,6 @@ class Judge(EndpointConfig):
         for name, spent in (("max_calls", self._num_calls), ("max_tokens", self._num_tokens)):
             if (limit := getattr(self, name)) is not None and spent >= limit:
                 error = StopTrialError if self.when_spent == "stop" else BudgetSpentError
-                told = f"the judge's {name} is {limit}, and so many were spent"
-                raise error(f"{told}; rl-submit --resume goes on with as much again")
+                reason = f"the judge's {name} is {limit}, and so many were spent"
+                raise error(f"{reason}; rl-submit --resume goes on with as much again")
         self._num_calls += 1

@@ -69,8 +69,8 @@ class Played:
 
     def judged(self, judged: Judged) -> JudgedEpisode:
         """As the trainer gets it."""
-        told, branches = self.transcript, self.session.log.branches
-        return JudgedEpisode(branches, judged.reward, told.notes, told.ended, judged.statistics, judged.said)
+        script, branches = self.transcript, self.session.log.branches
+        return JudgedEpisode(branches, judged.reward, script.notes, script.ended, judged.statistics, judged.said)
 
 
 async def open_player(
@@ -157,7 +157,7 @@ class _EnvironmentLaunch(Launch):
         return Started(command, confinement.environment, confinement.folder, confinement.end)
 
     def greet(self, ready: Mapping[str, Any]) -> None:
-        planned, self._planned = self._planned, None  # it is told once
+        planned, self._planned = self._planned, None  # it is reported once
         if planned is not None and (ready["sha256"], ready["packages"]) != (planned.sha256, planned.packages):
             logger.warning(
                 "%s is not what it was at submission: %s then, %s now", self.name, planned.packages, ready["packages"]

@@ -1,4 +1,4 @@
-"""EpisodeSession: what one episode asks of the model, whoever plays it, and the log of it.
+"""EpisodeSession: the requests of one episode to the model, whichever agent plays it, and their log.
 
     agent, OpenAI program, environment ──token ids──► generate ──EpisodeLog.begin──► generation servers ──► Turn
                                                          │ limits: turns, tokens of a sequence

@@ -3,7 +3,7 @@
     sample_group ──► one server for the group (manager) ──► a stream for each answer ──► events ──► PartialAnswer
                         ▲  ▲                                  │
                         │  └── busy (503), pause, abort ──────┤   the server is well; another one is asked, or it again
-                        ├──── not to be reached ──────────────┤   the manager is told; another server continues
+                        ├──── not to be reached ──────────────┤   reported to the manager; another server continues
                         └──── silent, failed (500) ───────────┤   the same, within the budget of `FailureBudget`
                                                               └─ refused (400), not finite, budget spent: the request
                                                                  is at fault, on any server: RequestRefusedError
@@ -275,13 +275,14 @@ class GenerationClient:
                     raise RequestRefusedError(text, kind=SERVER_ERROR)
             await _pause(num_futile)
             if not setback.is_busy:
-                # Only now: where a trial ends, its servers leave at once, and whoever asked them within this pause.
+                # Logged after the pause: at the end of a trial servers and clients leave together, and this would be
+                # noise.
                 logger.warning("%s/generate failed: %s", setback.url, setback.reason)
             place = await self._place(group, place, setback)
 
     async def _place(self, group: _Group, left: _Place | None, setback: FailedTry | None) -> _Place:
         """Where to go on from the place that an answer leaves: where another of its group has gone from there, or where
-        the manager says. It hears once of what happened to several of them: told again, it would bench a server that
+        the manager says. It hears of one failure of several answers once: told again, it would bench a server that
         has come back in the meantime."""
         async with group.moving:
             if group.place is not None and group.place is not left:

@@ -29,7 +29,7 @@ from corral.experiments.config.rollout import (
     SamplingConfig,
     functions_of,
     remarks_size,
-    told_parts,
+    reported_parts,
 )
 from corral.experiments.datasets.row_parser import DatasetRow
 from corral.experiments.prompts.row_prompts import Prompt, PromptEncoder
@@ -192,10 +192,10 @@ class GroupMaker:
             episodes, source = group.episodes, group.row.source
             rewards = [episode.total for episode in episodes]
             mean = math.fsum(rewards) / len(rewards)
-            told = {GROUP_REWARD: mean} if self.says_reward else {}
+            of_group = {GROUP_REWARD: mean} if self.says_reward else {}
             if self.config.drop_uniform_groups and len(set(rewards)) == 1:
                 text = f"the rewards of all {len(rewards)} answers are {rewards[0]:g}"
-                return PromptFailedError(DROPPED_AS_FILTERED, text, statistics=told)
+                return PromptFailedError(DROPPED_AS_FILTERED, text, statistics=of_group)
             sample, statistics = await self._sample(uid, group)
         except PromptFailedError as error:
             if self.player is not None:
@@ -208,7 +208,7 @@ class GroupMaker:
                 f"response_length/source/{source}": tokens / len(rewards),
                 f"no_eos_fraction/source/{source}": float(sample.data["seq_no_eos_mask"].mean()),
             }
-        return Made(episodes, sample, told | statistics)
+        return Made(episodes, sample, of_group | statistics)
 
     async def _sample(self, uid: str, group: Group) -> tuple[SequenceSample, dict[str, float]]:
         """What the trainer gets of a group, with what teachers outside of the trial say of it."""
@@ -217,7 +217,7 @@ class GroupMaker:
             uid,
             group.episodes,
             experts=self.client.experts,
-            parts=told_parts(self.config.reward),
+            parts=reported_parts(self.config.reward),
             remarks_bytes=remarks_size(self.config.reward, of_episodes=says_episodes),
             teacher_prompt=padded_prompt(group.teacher_prompt, size) if size else None,
             says_episodes=says_episodes,

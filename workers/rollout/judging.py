@@ -36,7 +36,7 @@ MOST_FAILED_IN_A_ROW: Final = 16
 """Prompts. If every second one failed by itself, a run of so many would come once in 65,536 prompts."""
 _MAX_LOST = 3  # processes around one call, before that counts as a try of it
 _DEFAULT_PROCESSES = range(4, 17)
-_SHOWN_PROBLEM = 80  # characters of it, where a failure is told
+_SHOWN_PROBLEM = 80  # characters of it in the message of a failure
 
 
 class RewardFailedError(RuntimeError):

@@ -282,8 +282,8 @@ class RolloutWorker(Worker):
         [made] = await self._groups.make([(uid, row_id, seeds)])
         tensors: dict[str, Any] = {}
         if isinstance(made, PromptFailedError):
-            told = dict(made.statistics)
-            header = header_of(num_answers=0, status="dropped", reason=made.reason, scalars=told)
+            scalars = dict(made.statistics)
+            header = header_of(num_answers=0, status="dropped", reason=made.reason, scalars=scalars)
         else:
             tensors = dict(made.sample.data)
             branches = [branch for episode in made.episodes for branch in episode.sequences()]
@@ -395,7 +395,7 @@ class RolloutWorker(Worker):
             try:
                 await self._ask_manager(news())
             except StreamTimeoutError as error:
-                logger.warning("%s; it is told again", error)
+                logger.warning("%s; the report is sent again", error)
             else:
                 return
 

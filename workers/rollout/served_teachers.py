@@ -58,7 +58,7 @@ class ServedTeachers:
     endpoints: Mapping[str, TeacherEndpointConfig]
     """By source of rows; that of all rows by ""."""
     show_wait: Callable[[str], None]
-    """Is told for whom groups wait; "" when they do so no more."""
+    """Called with the teacher that groups wait for; "" when they no longer wait."""
     record: Record = unrecorded
     """Has how long each group has waited."""
     _down: set[str] = field(default_factory=set, init=False)
@@ -104,11 +104,11 @@ class ServedTeachers:
         if endpoint.url in self._down:
             self._down.remove(endpoint.url)
             self.show_wait("")
-        told = [one.logprobs.token_logprobs for one in sorted(choices, key=lambda one: one.index)]
-        wanted, found = [len(ids) + 1 for ids in asked], list(map(len, told))
+        logprobs = [one.logprobs.token_logprobs for one in sorted(choices, key=lambda one: one.index)]
+        wanted, found = [len(ids) + 1 for ids in asked], list(map(len, logprobs))
         if found != wanted:
             raise TeacherFailedError(f"{endpoint.url} says {found} log-probabilities, and was asked for {wanted}")
-        values = np.concatenate([np.array(one[1:-1], np.float32) for one in told])
+        values = np.concatenate([np.array(one[1:-1], np.float32) for one in logprobs])
         is_given = np.concatenate([sample.data["prompt_mask"][answer][1:] for answer in answers])
         if not np.isfinite(values[~is_given]).all():
             raise TeacherFailedError(f"{endpoint.url} says of some tokens what is no finite number")

@@ -93,13 +93,13 @@ async def asking_judges(
         try:
             key = endpoint.open_episode(_Asked(asks, prompts.tokenizer), goes_on=False)
             write_new_file(place / "key", key.encode())
-            told = {"url": f"{endpoint.url}/v1", "key": str(place / "key")}
-            parts = {name: _told(part, told) for name, part in reward.reward.items()}
+            connection = {"url": f"{endpoint.url}/v1", "key": str(place / "key")}
+            parts = {name: _connected(part, connection) for name, part in reward.reward.items()}
             yield reward.model_copy(update={"reward": parts})
         finally:
             await endpoint.stop()
 
 
-def _told(part: RewardPart, where: dict[str, str]) -> RewardPart:
+def _connected(part: RewardPart, where: dict[str, str]) -> RewardPart:
     asks = part.settings.get("url") == TRIAL
     return part.model_copy(update={"settings": part.settings | where}) if asks else part

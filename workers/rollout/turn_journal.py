@@ -11,7 +11,7 @@ and written in threads: a file system that hangs holds up the episode, and no ot
 That it was made by weights which are not too old by now is for the trainer to see, as with any answer; what it turns
 away is discarded here, so that the next try makes all anew.
 
-Only agents that do the same on the same answers gain from it; whoever does something else asks with other tokens.
+Only agents that act the same on the same answers gain from it; another agent asks with other tokens.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ class TurnJournal:
         """Files that could not be read, written or removed."""
 
     async def open(self, uid: str, episode: int) -> EpisodeJournal:
-        """What is kept of an episode, whoever has played it so far."""
+        """The kept turns of an episode, whichever worker has played it so far."""
         path = self._directory / f"{_name_of(uid)}.{episode}"
 
         async def write(turn: _Turn) -> None:

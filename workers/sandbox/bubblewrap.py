@@ -289,7 +289,7 @@ class _Run:
         self._group = group
         self._kernel_kills = _kernel_kills()
         self._init: tuple[int, int] | None = None
-        self._is_told = asyncio.Event()
+        self._has_status = asyncio.Event()
         self._has_begun = asyncio.Event()
         self._cause: _Cause = ""
 
@@ -322,8 +322,8 @@ class _Run:
         return self._judge(*outputs.result(), (await status.read()).splitlines())
 
     def end(self, cause: _Cause) -> None:
-        """SIGKILL for all of it, at once or as soon as it can be: bwrap, if it is killed before it has told the number
-        of process 1, leaves a process that waits for it.
+        """SIGKILL for all of it, at once or as soon as it can be: bwrap, if it is killed before it has reported the
+        number of process 1, leaves a process that waits for it.
         """
         self._cause = self._cause or cause
         if self._init is not None:
@@ -371,14 +371,14 @@ class _Run:
 
     async def _hear(self, stream: asyncio.StreamReader, kept: "_Kept") -> None:
         await stream.readline()  # the gate's; nothing if bwrap has failed
-        await self._is_told.wait()
+        await self._has_status.wait()
         self._has_begun.set()
         await kept.read(stream)
 
     async def _watch(self, status: asyncio.StreamReader) -> None:
         """Waits for the number of process 1, then looks at what all of them hold."""
         line = await status.readline()
-        self._is_told.set()
+        self._has_status.set()
         if not line:
             return  # it has ended before
         number = json.loads(line)["child-pid"]
@@ -395,8 +395,8 @@ class _Run:
             await asyncio.sleep(_LOOK_INTERVAL_S)
 
     def _judge(self, stdout: "_Kept", stderr: "_Kept", status: Sequence[bytes]) -> Result:
-        told = [json.loads(line) for line in status]
-        code = next((each["exit-code"] for each in told if "exit-code" in each), None)
+        reports = [json.loads(line) for line in status]
+        code = next((each["exit-code"] for each in reports if "exit-code" in each), None)
         if self._cause == "closed":
             raise SandboxError("the sandbox was closed while something ran in it")
         if not self._cause and code is None:

@@ -8,7 +8,7 @@ start.
 
 It keeps what a trial's user wrote from a trial's keys. It is no sandbox for what nobody trusts: what runs in a sandbox
 sees nothing of the host (`bubblewrap.py`). None can be made where secrets are hidden: the kernel mounts no other /proc
-there. Whoever starts the process makes it the leader of a process group, and ends the group: until bwrap has tied its
+there. The caller makes the process the leader of a process group, and ends the group: until bwrap has tied its
 processes to each other, all of them are in it. If the starter is killed in just that moment, the rest goes with its
 worker's guard (`launcher/runners/guard.py`), as all that a worker has started.
 

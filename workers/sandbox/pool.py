@@ -49,7 +49,7 @@ class SandboxPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends what is still running; whoever waits for it gets a CancelledError."""
+        """Ends what is still running; its callers get a CancelledError."""
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

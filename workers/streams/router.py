@@ -125,8 +125,8 @@ def read_events(monitor: "zmq.Socket[bytes]", on_event: Callable[[int, int], Non
 
     def deliver(frames: list[zmq.Frame]) -> None:
         if len(frames) == 2:
-            told = parse_monitor_message([frame.bytes for frame in frames])
-            on_event(int(told["event"]), told["value"])
+            monitored = parse_monitor_message([frame.bytes for frame in frames])
+            on_event(int(monitored["event"]), monitored["value"])
 
     return SocketReader(monitor, deliver)
 

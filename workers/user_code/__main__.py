@@ -6,7 +6,7 @@
     Question ──► import ──► keys, a sandbox ──► agent's form ──► reward on one row ──► each call once ──► Findings
                    └────────────────────────────────────────────────────┴────────────────────────┴── too late: Findings
                                                                                                      with the line, exit
-Whoever started it reads nothing but the file of findings: what the code prints goes elsewhere. Torch is imported only
+The parent process reads only the file of findings: the output of the code goes elsewhere. Torch is imported only
 where the user's modules do, or an interface is made.
 
     SourceConfig, as JSON ──► its files and rows ──► function(row) ──► rows, as JSON lines; None leaves a row out

@@ -185,8 +185,11 @@ class _Process:
             self.start(self._judge(run, run.judge, int(message["judge"]), printable(str(message["answer"]))))
         elif "error" in message:
             fault = msgspec.convert(message["error"], Fault)
-            cause, told = printable(fault.cause), printable(fault.traceback)
-            lost, failed = RunLostError(cause, by_another=False), RunFailedError(cause, kind=fault.kind, traceback=told)
+            cause, trace = printable(fault.cause), printable(fault.traceback)
+            lost, failed = (
+                RunLostError(cause, by_another=False),
+                RunFailedError(cause, kind=fault.kind, traceback=trace),
+            )
             run.outcome.set_exception(lost if fault.kind == LOST else failed)
         else:
             run.outcome.set_result(msgspec.convert(message["result"], run.kind))
@@ -196,7 +199,7 @@ class _Process:
             reply: dict[str, Any] = {"judged": number, "reward": await judge(answer)}
         except RunFailedError as error:
             reply = {"judged": number, "error": str(error)}
-        except Exception as error:  # not the function's: whoever waits for the run has to answer it
+        except Exception as error:  # not the function's own: the caller of the run must handle it
             if not run.outcome.done():
                 run.outcome.set_exception(error)
             return

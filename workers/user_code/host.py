@@ -1,4 +1,5 @@
-"""The process that a function of the user's runs in: it imports the function, and makes as many runs as it is told to.
+"""The process that a function of the user's runs in: it imports the function, and makes the runs that the worker asks
+for.
 
     worker ──lines of JSON──► host                            host ──lines of JSON──► worker
       {"run": 7, ...}           what a program asks for         {"ready": {...}}, or {"failed": why}
@@ -107,8 +108,8 @@ class Fault(msgspec.Struct):
     def of(cls, error: BaseException) -> "Fault":
         """What is wrong, and in which line of the user's."""
         kind = next((kind for cause, kind in _KINDS.items() if isinstance(error, cause)), FAILED)
-        is_told = kind in (REFUSED, UNJUDGED)
-        return cls(kind, printable(str(error)[:LONGEST_CAUSE]) if is_told else cause_of(error), users_traceback(error))
+        is_plain = kind in (REFUSED, UNJUDGED)
+        return cls(kind, printable(str(error)[:LONGEST_CAUSE]) if is_plain else cause_of(error), users_traceback(error))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ class Program:
 
     function: Callable[..., Any]
     ready: Mapping[str, Any] = field(default_factory=dict)
-    """What the worker is told of it."""
+    """The fault as the worker reads it."""
     concurrency: int = sys.maxsize
     """Runs that are made at a time; their own time begins only then."""
     call: Call | None = None
@@ -127,7 +128,7 @@ class Program:
 
 
 class Host:
-    """Makes the runs that it is told to, until the worker is gone."""
+    """Makes the runs that the worker asks for, until the worker is gone."""
 
     def __init__(self, program: Program, setup: Setup) -> None:
         self._program, self._setup = program, setup

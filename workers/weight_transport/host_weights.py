@@ -1,7 +1,7 @@
 """HostWeights: the weights that the servers of one host read, in host memory, once per version.
 
     /dev/shm/corral-weights-TRIAL/            0700; every worker of the host holds a shared lock of it while it lives
-        staging.lock                    whoever has it writes; the others wait, and find what was written
+        staging.lock                    its holder writes; the others wait, and find what was written
         .building-TOKEN/ ──rename──► DIGEST/     a version, by the digest of its manifest; locked while it is used
 
 What is under a digest was compared with it before it got that name, so that nothing of a worker that was killed is
@@ -146,7 +146,7 @@ class HostWeights:
         self._hold_only(held)
         self._read = held
         with suppress(OSError), opened(self.path / _LOCK) as lock:
-            if try_lock(lock, fcntl.LOCK_EX):  # else whoever has it removes them
+            if try_lock(lock, fcntl.LOCK_EX):  # else its holder removes them
                 self._remove_unused()
 
     def held(self, digest: str) -> Path | None:
@@ -237,5 +237,5 @@ def _join(path: Path) -> int:
             if is_private(descriptor):
                 return descriptor
             os.close(descriptor)
-            raise PermissionError(f"{path} is not private to this user; whoever made it may change what servers read")
+            raise PermissionError(f"{path} is not private to this user; its owner may change what servers read")
     raise BlockingIOError(f"{path} was removed {_JOIN_TRIES} times while this worker joined it")

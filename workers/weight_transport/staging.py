@@ -282,7 +282,7 @@ class Peers:
 
     admin_key: str = field(repr=False)
     tls: ssl.SSLContext
-    """By which a source proves itself before it is told the key."""
+    """By which a source proves itself before it gets the key."""
     silence_s: float = _SILENCE_S
     """Longest time without a byte of a source."""
     fraction_of_time: float = 0.5

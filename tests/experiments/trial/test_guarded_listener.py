@@ -76,10 +76,10 @@ def test_what_shows_no_key_in_time_is_closed_and_counted_and_what_shows_one_stay
         assert await reader.read(4) == b"more"
         writer.close()
         assert Unproven.refused[port] == 1
-        assert f"1 connections from strangers refused at port {port}" in guarded_listener.told_refusals()
+        assert f"1 connections from strangers refused at port {port}" in guarded_listener.describe_refusals()
 
     asyncio.run(at(GuardedListener(timeout_s=2.0), act))
-    assert not guarded_listener.told_refusals(), "a closed listener refuses nothing"
+    assert not guarded_listener.describe_refusals(), "a closed listener refuses nothing"
 
 
 def test_a_stranger_who_floods_a_port_loses_connections_of_his_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from corral.experiments.trial.log import TrialLog
 from corral.launcher.commands import stop
-from corral.launcher.commands.stop import StopRefusedError, cancel_orphan, find_job, is_orphan, told_of, trial_of_job
+from corral.launcher.commands.stop import StopRefusedError, cancel_orphan, find_job, is_orphan, reporting, trial_of_job
 from corral.launcher.files.file_thread import PatientFiles
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.job_queue import SlurmQueue
@@ -195,7 +195,7 @@ def test_a_stop_that_takes_long_says_for_whom_it_waits(
             pass
         return seen
 
-    told = told_of(facts, ending(), now=False, requeue=False)
+    told = reporting(facts, ending(), now=False, requeue=False)
     next(told)
     told.send(status)
     assert capsys.readouterr().out == "stopping exp/trial after a last checkpoint\n"

@@ -74,7 +74,7 @@ def test_a_signal_ends_a_keeper_that_waits_for_its_files(make_trial: MakeTrial) 
 
 def test_a_disk_that_stays_full_lets_a_trial_that_is_stopped_end_and_leaves_nothing(make_trial: MakeTrial) -> None:
     trial = make_trial({"master_worker/0": ["wait"]}, model_workers=1, servers=0)
-    trial.shorten({"supervisor._TOLD_TIMEOUT_S": 0.5})
+    trial.shorten({"supervisor._REPORT_TIMEOUT_S": 0.5})
     trial.start()
     trial.wait_for_workers()
     stop(trial, grace_s=0.1)

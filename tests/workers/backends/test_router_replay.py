@@ -110,7 +110,7 @@ def test_a_batch_says_how_many_of_its_tokens_know_their_experts() -> None:
 
 def test_a_model_without_routers_cannot_be_told(tmp_path: Path) -> None:
     engine = make_engine(save_tiny_model(tmp_path / "dense"), ParallelContext())
-    with pytest.raises(ValueError, match="no routers that could be told"):
+    with pytest.raises(ValueError, match="no routers that can replay them"):
         compute_logprobs(engine, routed_batch(0))
 
 

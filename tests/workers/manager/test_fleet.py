@@ -194,7 +194,7 @@ class Fleet:
         needing = self.table.needing(self.known) if self.known else []
         if needing and self.known:
             server = needing[choice % len(needing)]
-            self.table.happened(server, "told")
+            self.table.happened(server, "updating")
             self.table.happened(server, "verified", version=self.known)
         return bool(needing)
 

@@ -22,7 +22,7 @@ def table_of(count: int, version: PolicyVersion = V1, kv_tokens: int = 0) -> Ser
 
 
 def bring_to(table: ServerTable, server: Server, version: PolicyVersion) -> None:
-    table.happened(server, "told")
+    table.happened(server, "updating")
     table.happened(server, "verified", version=version)
 
 
@@ -32,7 +32,7 @@ def test_a_server_that_is_behind_serves_what_may_still_be_made_by_its_version_un
     assert table.needing(V2) == [server]
     assert table.route("0:new", tokens=8, version=V2, least_step=2) is None
     assert table.route("0:old", tokens=8, version=V2, least_step=1) is server
-    table.happened(server, "told")
+    table.happened(server, "updating")
     assert table.route("0:old", tokens=8, version=V2, least_step=1) is None
     table.happened(server, "verified", version=V2)
     assert table.route("0:new", tokens=8, version=V2, least_step=2) is server
@@ -126,7 +126,7 @@ def test_why_a_server_does_not_serve_is_known_with_the_time_since_its_first_fail
     assert table.troubles() == [], "it may be over at once"
     now[0] += 1.0
     for reason in ("not brought to version 1.2: no room", "not brought to version 1.2: torn"):
-        table.happened(server, "told")
+        table.happened(server, "updating")
         table.happened(server, "not updated", reason=reason)
     torn = Trouble(worker=server.name, text="not brought to version 1.2: torn", for_s=TROUBLE_AFTER_S)
     assert table.troubles() == [torn]
@@ -226,7 +226,8 @@ def test_a_server_whose_record_is_gone_is_forgotten() -> None:
 @given(
     events=st.lists(
         st.tuples(
-            st.integers(0, 9), st.sampled_from(["route", "finish", "silent", "told", "verified", "busy", "answered"])
+            st.integers(0, 9),
+            st.sampled_from(["route", "finish", "silent", "updating", "verified", "busy", "answered"]),
         ),
         max_size=60,
     ),
@@ -240,7 +241,7 @@ def test_who_is_chosen_is_the_least_loaded_of_those_that_may_be(events: list[tup
             table.finished(uid)
         elif event == "answered":
             table.answered(server)
-        elif event in ("silent", "told", "verified"):
+        elif event in ("silent", "updating", "verified"):
             table.happened(server, event, version=V2 if event == "verified" else None)  # type: ignore[arg-type]
         else:
             table.finished(uid)

@@ -27,7 +27,7 @@ def test_nothing_is_ready_that_was_not_told_and_verified_since_it_was_last_silen
         before = server.state
         server.on(event, now=now)
         match event:
-            case "told":
+            case "updating":
                 has_been_told, is_verified = True, False
             case "verified":
                 is_verified |= has_been_told
@@ -51,7 +51,7 @@ def test_who_fails_again_and_again_in_a_row_is_told_after_longer_pauses_and_neve
     server, now = fresh(), 0.0
     for number, failure in enumerate(failures):
         assert server.needs(V1, now=now)
-        server.on("told", now=now)
+        server.on("updating", now=now)
         if failure == "silent":
             server.on("verified", now=now)
         server.on(failure, now=now)  # type: ignore[arg-type]
@@ -64,12 +64,12 @@ def test_who_fails_again_and_again_in_a_row_is_told_after_longer_pauses_and_neve
 def test_what_a_server_failed_in_before_it_was_well_for_long_is_forgotten() -> None:
     server = fresh()
     for now in (0.0, 10.0, 20.0 + HEALTHY_AFTER_S):
-        server.on("told", now=now)
+        server.on("updating", now=now)
         server.version = V1
         server.on("verified", now=now)
         server.on("silent", now=now + 5.0)
     assert server.not_before == 25.0 + HEALTHY_AFTER_S + PAUSES_S[2], "it was not READY for long in between"
-    server.on("told", now=200.0)
+    server.on("updating", now=200.0)
     server.on("verified", now=200.0)
     server.on("silent", now=200.0 + HEALTHY_AFTER_S)
     assert server.not_before == 200.0 + HEALTHY_AFTER_S + PAUSES_S[0]
@@ -77,7 +77,7 @@ def test_what_a_server_failed_in_before_it_was_well_for_long_is_forgotten() -> N
 
 def test_a_server_that_could_not_stage_generates_on_and_is_told_again_later() -> None:
     server = fresh()
-    server.on("told", now=0.0)
+    server.on("updating", now=0.0)
     server.version = V1
     server.on("verified", now=0.0)
     server.on("not updated", now=1.0)

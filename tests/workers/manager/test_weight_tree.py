@@ -48,7 +48,7 @@ class Cluster:
         starts = plan_updates(self.table.servers.values(), needing, version=VERSION)
         for start in starts:
             start.server.arrives_from = start.arrives_from
-            self.table.happened(start.server, "told")
+            self.table.happened(start.server, "updating")
             if start.arrives_from == SHARED_FILE_SYSTEM:
                 self.num_read[start.server.place] += 1
         self.under_way += starts

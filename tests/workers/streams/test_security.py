@@ -289,7 +289,7 @@ def test_a_stranger_who_floods_a_stream_loses_connections_of_his_own(
             flood = [socket.create_connection((LOOPBACK, port), timeout=60) for _ in range(20)]
             for connection in flood[:16]:
                 await asyncio.to_thread(ended, connection)
-            assert guarded_listener.told_refusals() == f"16 connections from strangers refused at port {port}"
+            assert guarded_listener.describe_refusals() == f"16 connections from strangers refused at port {port}"
             assert await client.request(Words("after"), deadline_s=60) == Words("after")
             for connection in flood:
                 connection.close()

@@ -3,7 +3,7 @@
 micro-batch ─► row, this rank's part (c) ─► packed forward ─► scores of the whole row ─► loss ─► backward
                                                                         FSDP2 adds gradients up over the ranks ◄┘
 
-What becomes of the gradients is told in `mesh_engine.py`.
+`mesh_engine.py` describes the path of the gradients.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -244,7 +244,7 @@ def make_shard(
 def read_state(
     stored: StoredState, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Load parameters and optimizer state, whoever wrote them; each rank reads what it holds now, and nothing else.
+    """Load parameters and optimizer state, in any layout; each rank reads only the part that it holds now.
 
     Raises:
         ValueError: if the state is of another model or optimizer, or a part of it is missing.
@@ -287,7 +287,7 @@ class FSDPEngine(MeshEngine):
 
     Master weights and optimizer state are float32; `compute_dtype` is the type of the matrix products and of the
     weights that `save_weights` writes. Adapters (`lora.py`), where there are any, are all that is trained and resumed
-    from, and what is exported is what the model and they amount to. The rest is told in `MeshEngine`.
+    from, and what is exported is what the model and they amount to. For the rest see `MeshEngine`.
     """
 
     def _load(self) -> Any:

@@ -3,7 +3,7 @@
 micro-batches ─► stages of the model (below) ─► scores ─► loss ─► gradients, added up over the ranks
                                                       distributed optimizer: norm over all ranks, step ◄┘
 
-What becomes of the gradients is told in `mesh_engine.py`; what differs from the fsdp backend is where a model's numbers
+`mesh_engine.py` describes the path of the gradients; what differs from the fsdp backend is where a model's numbers
 are: layers are cut over the ranks of a stage, stages follow each other, and each data-parallel rank keeps a shard of
 the optimizer.
 """
@@ -102,7 +102,7 @@ class Pipeline:
                     loss(scores, micro_batch)
 
     def _run(self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], **how: Any) -> list[Tensor]:
-        """The scores of each micro-batch, which `finish` has been told on the last stage, on every rank."""
+        """The scores of each micro-batch on every rank; `finish` has received them on the last stage."""
         collected: list[Tensor] = []
 
         def forward(rows: Iterator[MicroBatch], _: Any) -> tuple[Tensor, Callable[..., Any]]:
@@ -163,7 +163,7 @@ def process_groups(context: ParallelContext) -> ProcessGroupCollection:
     """The groups of this rank. An expert's matrices are cut over the ranks that other matrices are cut over.
 
     Those of several ranks are `mesh_contexts`'s; the group of this rank alone is formed here, with nobody's help.
-    Megatron is told of no context-parallel ranks (model.py says why): they share optimizer and gradients with the
+    Megatron knows of no context-parallel ranks (model.py says why): they share optimizer and gradients with the
     data-parallel ones, as if each had short sequences of its own.
     """
     if (

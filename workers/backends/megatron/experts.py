@@ -14,7 +14,7 @@ The matrices of a rank's experts of one layer multiply all their tokens in one c
                                                                               └──► down of each: one call ──► [T, H]
 
 Megatron-core 0.16.1 multiplies expert by expert unless Transformer Engine or grouped_gemm is installed; torch has the
-same product of its own. Parameters are those of Megatron's sequence of experts, one matrix for each, so that whoever
+same product of its own. Parameters are those of Megatron's sequence of experts, one matrix for each, so that code that
 reads, writes or updates them sees no difference.
 """
 

@@ -10,7 +10,7 @@
 
 What is whole has a part of its gradient on each rank, which are summed once a step, as those of norms are. So the model
 that is trained is the one that the fsdp backend trains, and what is exported are peft's names and shapes. W0 is frozen:
-Megatron keeps gradients and moments of adapters alone, both float32, and so are A and B. What is told of adapters in
+Megatron keeps gradients and moments of adapters alone, both float32, and so are A and B. What is said of adapters in
 backends/lora.py holds here, too.
 """
 

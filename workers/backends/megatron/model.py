@@ -37,7 +37,7 @@ from corral.workers.backends.packed_attention import packed_attention, share_hea
 
 @dataclass
 class PackedRow(PackedSeqParams):  # type: ignore[misc]
-    """What Megatron's rotary embedding is told of the tokens of this rank, and our attention of the whole row."""
+    """The positions of this rank's tokens for Megatron's rotary embedding, and of the whole row for our attention."""
 
     segment_lengths: tuple[int, ...] = ()
     """Of the whole row, as are these:"""
@@ -82,7 +82,7 @@ class PackedCoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 class ReplayedLayer(TransformerLayer):  # type: ignore[misc]
-    """A layer with experts, whose router is told with each row where its tokens go.
+    """A layer with experts, whose router receives with each row the experts of its tokens.
 
     The row comes again when a layer is computed a second time in the backward pass: whatever micro-batches are under
     way, tokens go to the same experts both times.

@@ -209,7 +209,7 @@ class StageState:
 
     @torch.no_grad()
     def read(self, stored: StoredState) -> None:
-        """Fill what this rank holds, whoever has written it; moments that nobody has made yet are zero.
+        """Fill this rank's shards from a state of any layout; moments of no step yet are zero.
 
         Raises:
             ValueError: if the state is of another model or optimizer, or a part of it is missing.

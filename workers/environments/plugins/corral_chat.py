@@ -11,7 +11,7 @@ import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult, Runtime
 
-_NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # whoever plays the episode has one
+_NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the player of the episode has a deadline
 
 
 class CorralChatConfig(vf.HarnessConfig):

@@ -3,7 +3,7 @@
     python sglang_entry DESCRIPTOR --model-path ... ──► sglang.launch_server --model-path ...
 
 A port that is only named would be anybody's until the weights are loaded. No file of SGLang is changed: its HTTP server
-is told, by an option that it has, to listen on the descriptor.
+listens on the descriptor, by an option that it has.
 """
 
 import os
@@ -15,7 +15,7 @@ import uvicorn
 
 if __name__ == "__main__":
     descriptor = int(sys.argv.pop(1))
-    os.set_inheritable(descriptor, False)  # else whoever SGLang starts would hold the port after it
+    os.set_inheritable(descriptor, False)  # else children of SGLang would hold the port after it
     configure = uvicorn.Config.__init__
 
     def configure_on_descriptor(self: uvicorn.Config, *arguments: Any, **options: Any) -> None:

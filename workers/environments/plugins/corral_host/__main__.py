@@ -32,7 +32,7 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.utils import loaders
 
-from .packages import Settings, describe, make_config, rows_of, told
+from .packages import Settings, describe, make_config, one_line, rows_of
 from .player import Player, mark_steps
 from .relay import LONGEST_LINE, Relay
 
@@ -64,7 +64,7 @@ async def serve(settings: Settings, descriptor: int, mark: int) -> None:
             say(ready=describe(config))
         except Exception as error:
             traceback.print_exc()
-            say(failed=told(error))
+            say(failed=one_line(error))
             await writer.drain()
             return
         running: dict[Any, asyncio.Task[None]] = {}
@@ -119,7 +119,7 @@ def main(mode: str, settings_text: str, where: str) -> int:
         tell(settings, Path(where))
     except Exception as error:
         traceback.print_exc()
-        print(told(error), file=sys.stderr)
+        print(one_line(error), file=sys.stderr)
         return 1
     return 0
 

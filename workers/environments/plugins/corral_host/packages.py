@@ -94,7 +94,7 @@ def rows_of(taskset: vf.Taskset, *, num_tasks: int | None) -> Iterator[dict[str,
         yield {"id": name, "prompt": shown, "task": task.data.model_dump(mode="json", exclude_defaults=True)}
 
 
-def told(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """An error on one line."""
     words = re.sub(r"For further information visit \S+", "", str(error)).split()
     return f"{type(error).__name__}: {' '.join(words)}"[:MAX_ERROR]

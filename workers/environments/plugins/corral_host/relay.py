@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp import web
 
 LONGEST_LINE = 1 << 28
-_MOST_EMPTY = 8  # answers without a token to an episode that has ended: then whoever plays it does not listen
+_MOST_EMPTY = 8  # answers without a token to an episode that has ended: then its harness does not stop
 _EMPTY = {"role": "assistant", "content": ""}
 _TURN = "X-Turn"  # of the endpoint's replies: which turn of the episode it is
 
@@ -83,8 +83,8 @@ class Relay:
             episode.last_answer = time.monotonic()
 
     def _answer(self, episode: Played, asked: bytes, reply: aiohttp.ClientResponse, body: bytes) -> web.Response:
-        """What the environment is told. That an episode has come to a limit is no failure of it: it is judged as it
-        stands, so whoever still asks gets an answer of no token.
+        """The error for the environment. That an episode has come to a limit is no failure of it: it is judged as it
+        stands, so further requests get an answer without tokens.
         """
         if reply.status == 400 and _has_ended(body) and episode.num_empty < _MOST_EMPTY:
             episode.num_empty += 1
