@@ -140,7 +140,7 @@ class RankClient(RequestClient[WorkerRequest, ReplyPayload], Closing):
             deadline_s: from now; then the replies that are missing are a `StreamTimeoutError`.
         """
         # A step posts to a thousand workers some times: what they have in common is one object, and encoded once.
-        requests: dict[str, WorkerRequest] = {}
+        last_requests: dict[str, WorkerRequest] = {}
         last: WorkerRequest | None = None
         for worker_id, request in requests.items():
             piggybacked: tuple[PiggybackedRequest, ...] = ()
@@ -148,9 +148,9 @@ class RankClient(RequestClient[WorkerRequest, ReplyPayload], Closing):
                 piggybacked, worker.piggybacked = worker.piggybacked, ()
             if last is None or last.request is not request or last.piggybacked is not piggybacked:
                 last = WorkerRequest(request=request, piggybacked=piggybacked)
-            requests[worker_id] = last
+            last_requests[worker_id] = last
         name = "/".join(sorted({type(request).__name__ for request in requests.values()}))
-        return self.ask(requests, deadline_s=deadline_s, name=name)
+        return self.ask(last_requests, deadline_s=deadline_s, name=name)
 
     def attach(self, requests: Mapping[str, PiggybackedRequest]) -> None:
         """Let each of these ride with the next message to its worker: it costs no message, and has no own reply.
