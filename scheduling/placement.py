@@ -191,7 +191,7 @@ class _Nodes:
         if lacking := _lacking(self._rooms[0], wanted):
             beside = sorted({parse_worker_id(worker)[0] for worker in self.places})
             raise PlacementError(
-                f"{kind} must run on node 0 and wants {_shown(wanted)}; there are {_shown(self._rooms[0])} left on it "
+                f"{kind} must run on node 0 and wants {_words(wanted)}; there are {_words(self._rooms[0])} left on it "
                 f"beside {', '.join(beside)}; lower their cpu or mem",
                 kind=kind,
                 resource=lacking,
@@ -211,9 +211,9 @@ class _Nodes:
 
     def _open(self, kind: WorkerKind, index: int, wanted: Amounts) -> None:
         if self._max_nodes is not None and self.num_nodes >= self._max_nodes:
-            left = "; ".join(f"node {number}: {_shown(room)}" for number, room in enumerate(self._rooms[:4]))
+            left = "; ".join(f"node {number}: {_words(room)}" for number, room in enumerate(self._rooms[:4]))
             raise PlacementError(
-                f"{worker_id(kind, index)} wants {_shown(wanted)}, and the {self.num_nodes} nodes that there are have "
+                f"{worker_id(kind, index)} wants {_words(wanted)}, and the {self.num_nodes} nodes that there are have "
                 f"no room left for it ({left}{'; ...' if self.num_nodes > 4 else ''}); "
                 f"lower the groups' counts or sizes, or allow more nodes",
                 kind=kind,
@@ -234,5 +234,5 @@ def _lacking(room: Amounts, wanted: Amounts) -> Resource | None:
     return next((name for name, amount in wanted.items() if amount > room[name]), None)
 
 
-def _shown(amounts: Amounts) -> str:
+def _words(amounts: Amounts) -> str:
     return f"{amounts['cpu']} CPUs, {amounts['gpu']} GPUs and {amounts['mem']} MB"

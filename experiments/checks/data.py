@@ -59,11 +59,11 @@ def check_dataset(
     num_too_long, first = sum(map(len, too_long.values())), next(iter(firsts.values()), "")
     if not look.is_whole:
         which = f"{num_too_long} of them are too long; the first: {first}" if first else "none of them is too long"
-        said = f"{looked_at.total()} of {look.num_rows} rows were looked at, evenly from everywhere; {which}"
+        text = f"{looked_at.total()} of {look.num_rows} rows were looked at, evenly from everywhere; {which}"
         later = "rows that are broken or too long are dropped and counted when it is their turn"
-        return CheckedDataset(num_rows=look.num_rows, problems=[], fields=fields, warnings=(f"{said}; {later}",))
-    said = f"{num_too_long} of {look.num_rows} rows of the dataset are left out, since they are too long; the first: "
-    warnings = (said + first,) if num_too_long else ()
+        return CheckedDataset(num_rows=look.num_rows, problems=[], fields=fields, warnings=(f"{text}; {later}",))
+    text = f"{num_too_long} of {look.num_rows} rows of the dataset are left out, since they are too long; the first: "
+    warnings = (text + first,) if num_too_long else ()
     num_rows = look.num_rows - num_too_long
     return CheckedDataset(num_rows=num_rows, problems=[], too_long=too_long, fields=fields, warnings=warnings)
 

@@ -68,8 +68,8 @@ def files_in_cache(name: str, *, subset: str | None, split: str | None) -> tuple
             "write the split to a file once, with to_parquet, and name that in `path`",
         ) from error
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise RuleError(f"the library `datasets` cannot be asked for {name}: {said[-1]}", "pip install 'datasets>=5.2'")
+        text = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        raise RuleError(f"the library `datasets` cannot be asked for {name}: {text[-1]}", "pip install 'datasets>=5.2'")
     answer = json.loads(done.stdout.splitlines()[-1])
     if splits := answer.get("splits"):
         raise RuleError(f"{name} has several splits", f"set split to {' or '.join(splits)}")
@@ -90,8 +90,8 @@ def find(name: str, subset: str | None, split: str | None) -> dict[str, Any]:
     try:
         found = datasets.load_dataset(name, subset, split=split)
     except Exception as error:  # the library raises what it likes
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        return {"problem": said[0]}
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return {"problem": lines[0]}
     if isinstance(found, dict):
         return {"splits": list(found)}
     return {"files": [file["filename"] for file in found.cache_files]}

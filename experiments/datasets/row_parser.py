@@ -181,8 +181,8 @@ class RowParser:
 
 def _messages_or(value: Any) -> Any:
     """Messages as JSON text, which CSV has them as, are messages; everything else as it is."""
-    said = from_json_text(value)
-    return said if isinstance(said, list) and all(isinstance(one, dict) and "role" in one for one in said) else value
+    data = from_json_text(value)
+    return data if isinstance(data, list) and all(isinstance(one, dict) and "role" in one for one in data) else value
 
 
 def row_id_of(given: object, number: int, key: str) -> str:

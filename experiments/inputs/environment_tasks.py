@@ -89,8 +89,8 @@ def _run(config: EnvironmentConfig, settings: Mapping[str, Any], folder: Path) -
         raise
     if done.returncode:
         verifiers_version(python)
-        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {done.returncode}"]
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"it ended with {done.returncode}"]
         raise RuleError(
-            f"environment {config.id} cannot be loaded by {python}: {said[-1]}",
+            f"environment {config.id} cannot be loaded by {python}: {lines[-1]}",
             f"mend rollout.environment, or install it there: {python} -m pip install ...",
         )

@@ -59,10 +59,10 @@ def _transformed(config: SourceConfig, files: tuple[Path, ...]) -> Path:
     cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with temporary_folder("unfinished-", inside=cache) as folder:
-        output, said = folder / "rows.jsonl", folder / "said"
+        output, log = folder / "rows.jsonl", folder / "log"
         source = SourceConfig(files=files, rows=config.rows, transform=config.transform).model_dump_json()
         print(f"{name_of(config)}: {config.transform} makes its rows ...", file=sys.stderr, flush=True)
-        with users_process("transform", source, str(output), said=said) as process:
+        with users_process("transform", source, str(output), log=log) as process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_TRANSFORM_TIMEOUT_S)
             is_late = process.poll() is None
@@ -72,7 +72,7 @@ def _transformed(config: SourceConfig, files: tuple[Path, ...]) -> Path:
                 "take fewer rows, or write what it makes to a file once",
             )
         if process.returncode:
-            words = said.read_bytes()[-2000:].decode(errors="replace").strip() or "it said nothing"
+            words = log.read_bytes()[-2000:].decode(errors="replace").strip() or "it said nothing"
             raise RuleError(f"{config.transform} fails on {name_of(config)}: {words}", "mend it, and submit again")
         with output.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()

@@ -82,14 +82,14 @@ def users_root() -> Path:
 
 
 @contextmanager
-def users_process(task: str, *arguments: str, said: Path) -> Iterator["subprocess.Popen[bytes]"]:
+def users_process(task: str, *arguments: str, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """A process of this Python that imports the user's modules; it is ended, with its group, behind the block.
 
     Args:
         task: what `python -m corral.workers.user_code` does.
-        said: where what it prints goes.
+        log: where what it prints goes.
     """
-    with said.open("wb") as output:
+    with log.open("wb") as output:
         process = subprocess.Popen(
             own_python("-m", "corral.workers.user_code", task, *arguments),
             cwd=users_root(),
@@ -116,14 +116,14 @@ def ask(question: Question) -> Findings:
         ConfigError: if it ends without one.
     """
     with temporary_folder("corral-code-") as folder:
-        asked, answered, said = (folder / name for name in ("question.json", "findings.json", "said"))
+        asked, answered, log = (folder / name for name in ("question.json", "findings.json", "log"))
         asked.write_bytes(question.model_dump_json().encode())
-        with users_process("look", str(asked), str(answered), said=said) as process:
+        with users_process("look", str(asked), str(answered), log=log) as process:
             _wait(process, question)
         try:
             return Findings.model_validate_json(answered.read_bytes())
         except FileNotFoundError:
-            words = said.read_bytes()[-2000:].decode(errors="replace").strip() or "it said nothing"
+            words = log.read_bytes()[-2000:].decode(errors="replace").strip() or "it said nothing"
             raise ConfigError.of(
                 f"the process that looks at {', '.join(question.import_paths)} ended with {process.returncode} before "
                 f"it could say what it found: {words}",

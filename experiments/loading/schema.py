@@ -120,8 +120,8 @@ def _docstrings(model: type[BaseModel]) -> dict[str, str]:
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(holder))).body
         for field, text in itertools.pairwise(cast(ast.ClassDef, definition).body):
             match field, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(said))):
-                    found[name] = said
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                    found[name] = docstring
     return found
 
 

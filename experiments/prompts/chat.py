@@ -24,10 +24,10 @@ from typing import Any
 from corral.experiments.prompts.chat_template import (
     ASKED,
     CALLS,
+    CONTENT,
+    REASONING,
     RESULTS,
-    SAID,
     SEVERAL_CALLS,
-    THOUGHT,
     TOOLS,
     ChatTemplate,
     ToolCallForm,
@@ -217,17 +217,17 @@ class ChatRenderer:
                 following = ASKED
                 for call in message.get("tool_calls", ()):
                     name, call_id = call["function"]["name"], call.get("id", "")
-                    following = {"role": "tool", "tool_call_id": call_id, "name": name, "content": SAID}
+                    following = {"role": "tool", "tool_call_id": call_id, "name": name, "content": CONTENT}
                 longer = self.template.render([*plain, following], tools=tools, asks=False).removeprefix(text)
                 next_ids = self._encode(longer)
                 ids.append(next((token for token in next_ids if token in self.stop_token_ids), self.stop_token_ids[0]))
             end = ends[0][1] if ends else len(text)
-            if not _is_said(message, text[start:end]):
+            if not _is_rendered(message, text[start:end]):
                 raise RuleError(f"the model's chat template does not write what messages[{number}] says", "change it")
             spans.append((max(start, len(given)), end))
         # A token of both, what stands before an answer and what is said, is one that the prompt would not end with.
-        is_said = [any(start <= first < end for start, end in spans) for _, (first, _) in tokens]
-        return ids, is_said + [True] * (len(ids) - len(is_said))
+        is_learned = [any(start <= first < end for start, end in spans) for _, (first, _) in tokens]
+        return ids, is_learned + [True] * (len(ids) - len(is_learned))
 
     def bridge(
         self,
@@ -259,26 +259,26 @@ class ChatRenderer:
         if history:
             *before, answer = plain_messages(history)
         else:  # A conversation that has reasoning if this one has, anywhere.
-            before, answer = [ASKED], {"role": "assistant", "content": SAID}
+            before, answer = [ASKED], {"role": "assistant", "content": CONTENT}
             if end and end in sampled:
-                answer["reasoning_content"] = THOUGHT
+                answer["reasoning_content"] = REASONING
         asked = self.template.render(before, tools=tools)
         stand_in = stand_in_for(answer)
         following = plain_messages(messages) if messages else []
         text = self._asked([*before, stand_in, *following], tools=tools, continues=bool(following))
-        if history and not _is_said(answer, self.template.render([*before, answer, *following], tools=tools)):
+        if history and not _is_rendered(answer, self.template.render([*before, answer, *following], tools=tools)):
             return None  # the template leaves out some of it, such as thoughts that it knows and nobody else does
-        said_to = first_place(text, map(self.tokenizer.id_to_token, self.stop_token_ids), len(asked))
-        if not text.startswith(asked) or said_to == len(text):
+        answer_end = first_place(text, map(self.tokenizer.id_to_token, self.stop_token_ids), len(asked))
+        if not text.startswith(asked) or answer_end == len(text):
             return None
-        said = text[len(asked) : said_to]
-        if any(mark in stand_in.values() and mark not in said for mark in (SAID, THOUGHT)):
+        rendered = text[len(asked) : answer_end]
+        if any(mark in stand_in.values() and mark not in rendered for mark in (CONTENT, REASONING)):
             return None
         if self.reasoning is not None:
             begun = asked.removeprefix(self.template.render(before, tools=tools, asks=False)) if history else ""
-            if (end in said) != (end in (sampled.rpartition(begun)[2] if begun else sampled)):
+            if (end in rendered) != (end in (sampled.rpartition(begun)[2] if begun else sampled)):
                 return None  # a block without any reasoning, which the template leaves out or puts in
-        behind = self._encode(text[said_to:])
+        behind = self._encode(text[answer_end:])
         if stopped and ids[-1] in self.stop_token_ids:
             # An answer that ended in another way than the template ends it is not what the template would write.
             return [*ids, *behind[1:]] if behind[0] == ids[-1] else None
@@ -330,9 +330,9 @@ class ChatRenderer:
         if not continues or not _may_go_on(last):
             return self.template.render(plain, tools=tools)
         text = self.template.render(
-            [*before, {**last, "content": last["content"] + SAID + " "}], tools=tools, asks=False
+            [*before, {**last, "content": last["content"] + CONTENT + " "}], tools=tools, asks=False
         )
-        begun, is_written, behind = text.rpartition(SAID)
+        begun, is_written, behind = text.rpartition(CONTENT)
         if not is_written:
             raise RuleError("the model's chat template does not write what the last message begins", "leave it out")
         return begun if behind.startswith(" ") else begun.rstrip()
@@ -391,10 +391,10 @@ def _may_go_on(message: Message) -> bool:
     return message["role"] == "assistant" and not message.get("tool_calls")
 
 
-def _is_said(message: Message, text: str) -> bool:
+def _is_rendered(message: Message, text: str) -> bool:
     """Whether a text has what a message says, reasoning aside, and the names of what it calls."""
-    said = [
+    parts = [
         message["content"].rpartition("</think>")[2],
         *(call["function"]["name"] for call in message.get("tool_calls", ())),
     ]
-    return all(one.strip() in text for one in said)
+    return all(one.strip() in text for one in parts)

@@ -190,13 +190,13 @@ def _text_of(token: Any) -> str:
 
 # What a chat template does, found by showing it conversations that are known: no model is known by its name.
 #
-# a call ──────► its text ──► how calls are written           SAID, THOUGHT: texts that no model says
+# a call ──────► its text ──► how calls are written           CONTENT, REASONING: texts that no model says
 # reasoning ───► its text ──► what stands around it
 # an answer ───► its text ──► what ends it
 
 ToolCallForm = JsonCallForm | SpelledCallForm
 CALLS, SEVERAL_CALLS, RESULTS, TOOLS = "calls of tools", "more than one call of an answer", "tools' results", "tools"
-SAID, THOUGHT = "stand-in-of-what-was-said", "stand-in-of-what-was-thought"
+CONTENT, REASONING = "stand-in-of-content", "stand-in-of-reasoning"
 _MIXED = {"a": "x\n", "b": 1, "c": True, "d": {"e": [None, "y"]}, "f": False}
 _THINK = ("<think>", "</think>")
 _MARK = r"(<[^<>\s]+>|\[[^\[\]\s]+\])"
@@ -205,7 +205,7 @@ _LAST_MARK, _FIRST_MARK = re.compile(r"((?:<[^<>\s]+>|\[[^\[\]\s]+\])\w*)\s*\Z")
 
 def stand_in_for(answer: Mapping[str, Any]) -> dict[str, Any]:
     """The same kind of answer, with nothing in it that the model made."""
-    marks = {"content": SAID, "reasoning_content": THOUGHT, "thinking": THOUGHT}
+    marks = {"content": CONTENT, "reasoning_content": REASONING, "thinking": REASONING}
     stand_in = {**answer, **{key: mark for key, mark in marks.items() if answer.get(key)}}
     if "tool_calls" in answer:
         calls = answer["tool_calls"]
@@ -215,21 +215,22 @@ def stand_in_for(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 def around_answer(template: ChatTemplate) -> tuple[str, str]:
     """What a template writes before and behind an answer to `ASKED` that is the last message."""
-    before, _, behind = template.render([ASKED, {"role": "assistant", "content": SAID}], asks=False).partition(SAID)
+    rendered = template.render([ASKED, {"role": "assistant", "content": CONTENT}], asks=False)
+    before, _, behind = rendered.partition(CONTENT)
     return before, behind
 
 
 def reasoning_marks(template: ChatTemplate) -> tuple[str, str] | None:
     """What a template writes around reasoning; of one that only takes it out of what was said, what it looks for."""
-    apart = {"role": "assistant", "content": SAID, "reasoning_content": THOUGHT, "thinking": THOUGHT}
-    before, thought, after = template.render([ASKED, apart], asks=False).partition(THOUGHT)
+    apart = {"role": "assistant", "content": CONTENT, "reasoning_content": REASONING, "thinking": REASONING}
+    before, thought, after = template.render([ASKED, apart], asks=False).partition(REASONING)
     begin, end = _LAST_MARK.search(before), _FIRST_MARK.search(after)
     if thought and begin and end:
         # What stands around every message marks no reasoning, as in the channels of gpt-oss.
         is_its_own = begin.group(1) not in template.render([ASKED], asks=False)
         return (begin.group(1), end.group(1)) if is_its_own else None
-    within = {"role": "assistant", "content": f"{_THINK[0]}\n{THOUGHT}\n{_THINK[1]}\n\n{SAID}"}
-    return None if THOUGHT in template.render([ASKED, within, ASKED], asks=False) else _THINK
+    within = {"role": "assistant", "content": f"{_THINK[0]}\n{REASONING}\n{_THINK[1]}\n\n{CONTENT}"}
+    return None if REASONING in template.render([ASKED, within, ASKED], asks=False) else _THINK
 
 
 def end_of_call(template: ChatTemplate) -> str:
@@ -243,14 +244,14 @@ def end_of_call(template: ChatTemplate) -> str:
 
 def unwritten(template: ChatTemplate) -> frozenset[str]:
     """Which of calls, several calls, results and tools a template leaves out of a conversation."""
-    asked, called = {"role": "user", "content": SAID}, call_of(PROBED_ARGUMENTS)
-    twice = call_of(PROBED_ARGUMENTS, dict.fromkeys(PROBED_ARGUMENTS, THOUGHT))
-    result = {"role": "tool", "tool_call_id": PROBED_ID, "name": PROBED_NAME, "content": THOUGHT}
+    asked, called = {"role": "user", "content": CONTENT}, call_of(PROBED_ARGUMENTS)
+    twice = call_of(PROBED_ARGUMENTS, dict.fromkeys(PROBED_ARGUMENTS, REASONING))
+    result = {"role": "tool", "tool_call_id": PROBED_ID, "name": PROBED_NAME, "content": REASONING}
     (value,) = PROBED_ARGUMENTS.values()
     shown = {
         CALLS: ([asked, called], value),
-        SEVERAL_CALLS: ([asked, twice], THOUGHT),
-        RESULTS: ([asked, called, result], THOUGHT),
+        SEVERAL_CALLS: ([asked, twice], REASONING),
+        RESULTS: ([asked, called, result], REASONING),
     }
     missing = set()
     for what, (messages, text) in shown.items():

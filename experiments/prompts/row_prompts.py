@@ -101,9 +101,9 @@ class PromptEncoder:
             ids = [*given, *encode_answer(self.tokenizer, answer), self.end_of_answer]
             return LearnedSequence(ids, [place < len(given) for place in range(len(ids))])
         before: Any = prompt
-        said: Any = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        ids, is_said = self.chat.render_learned([*before, *said], tools=tools, num_given=len(before))
-        return LearnedSequence(ids, [not one for one in is_said])
+        answers: Any = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        ids, is_learned = self.chat.render_learned([*before, *answers], tools=tools, num_given=len(before))
+        return LearnedSequence(ids, [not one for one in is_learned])
 
     @cached_property
     def vocabulary_size(self) -> int:

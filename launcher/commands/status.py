@@ -96,13 +96,13 @@ def _with_times(look: Callable[[], str], facts: "TrialFacts", *, most: int | Non
     """The page, and below it where the time of the last steps went: `most` sentences, the largest share first."""
     from corral.launcher.files.file_thread import PatientFiles
     from corral.launcher.terminal import fold
-    from corral.launcher.timeline.sentence import said_of_latest
+    from corral.launcher.timeline.sentence import describe_latest_steps
 
     try:
-        said = PatientFiles().run(lambda: said_of_latest(facts), facts.directory.timeline_path)
+        sentences = PatientFiles().run(lambda: describe_latest_steps(facts), facts.directory.timeline_path)
     except TimeoutError as error:
-        said = [str(error)]
-    return "\n".join([look(), *(fold(f"time       {line}", terminal_width()) for line in said[:most])])
+        sentences = [str(error)]
+    return "\n".join([look(), *(fold(f"time       {line}", terminal_width()) for line in sentences[:most])])
 
 
 def _check(facts: "TrialFacts") -> None:
@@ -112,12 +112,12 @@ def _check(facts: "TrialFacts") -> None:
 
     (status,) = polite_reader().read([facts])
     found = [*(finding for finding in status.findings if finding.is_alarm), *status.watch]
-    said = [f"{status.state}: {status.cause}"] if status.state in IN_TROUBLE else []
-    said += status.troubles
-    said += [f"step {finding.step}: {finding.text}; {finding.details}" for finding in found]
-    for line in said:
+    sentences = [f"{status.state}: {status.cause}"] if status.state in IN_TROUBLE else []
+    sentences += status.troubles
+    sentences += [f"step {finding.step}: {finding.text}; {finding.details}" for finding in found]
+    for line in sentences:
         print(printable(line))
-    if said:
+    if sentences:
         raise typer.Exit(CommandExit.SUFFERS)
 
 

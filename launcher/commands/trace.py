@@ -26,7 +26,7 @@ def trace(
     from corral.experiments.errors import ConfigError
     from corral.launcher.files.file_thread import PatientFiles
     from corral.launcher.timeline.reader import spans_of, steps_of, trace_of
-    from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
+    from corral.launcher.timeline.sentence import LATEST_STEPS, describe_steps
     from corral.launcher.trial.view import chosen_steps, default_fileroot
 
     files = PatientFiles()
@@ -43,7 +43,7 @@ def trace(
     )
     spans = files.run(lambda: spans_of(folder, chosen), folder)
     if output is None:
-        print("\n".join(files.run(lambda: said_of(spans, facts), folder)))
+        print("\n".join(files.run(lambda: describe_steps(spans, facts), folder)))
         return
     write_output("-o", output, json.dumps(trace_of(spans)).encode())
     print(

@@ -217,10 +217,10 @@ def wait_for(
 
 
 def cause_of(folder: Path, *logs: Path) -> str:
-    """The last thing that a job said, and where the rest is."""
+    """The last line of a job's output, and where the rest is."""
     for path in logs:
-        said = [line.strip() for line in tail_lines(path, 40) if line.strip()] if path.exists() else []
-        own = [line for line in said if not line.startswith(("srun:", "slurmstepd:"))] or said
+        lines = [line.strip() for line in tail_lines(path, 40) if line.strip()] if path.exists() else []
+        own = [line for line in lines if not line.startswith(("srun:", "slurmstepd:"))] or lines
         wanted = [line for line in own if "Error" in line or "error:" in line] or own
         if wanted:
             return f"{wanted[-1]} (see {path})"

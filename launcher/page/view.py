@@ -52,7 +52,7 @@ from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import polite_reader
 from corral.launcher.status.text import render_trial
 from corral.launcher.timeline.reader import spans_of, steps_of
-from corral.launcher.timeline.sentence import LATEST_STEPS, said_of
+from corral.launcher.timeline.sentence import LATEST_STEPS, describe_steps
 from corral.launcher.trial.ends import TASK_ENDED
 from corral.launcher.trial.metrics import ACCURACY, GAP, LOSS, REWARD, STALENESS, is_number, read_metrics
 from corral.launcher.trial.view import TrialFacts, TrialView, find_trial, read_facts, read_plan
@@ -290,7 +290,7 @@ def timeline_of(facts: TrialFacts) -> dict[str, Any] | None:
     longest = sorted(drawn, key=lambda span: -span.seconds)[:_MOST_SPANS]
     begin_s = min(span.start_s for span in drawn)
     return {
-        "said": said_of(spans, facts),
+        "said": describe_steps(spans, facts),
         "first": there[-_DRAWN_STEPS:][0],
         "last": there[-1],
         "left_out": len(drawn) - len(longest),

@@ -241,7 +241,7 @@ class Excess:
     limits: Limits
     setting: str
     """As sacctmgr calls it."""
-    said: str
+    text: str
     """What is asked for, and what is allowed."""
     counts_jobs: bool = False
     never: str = "start"
@@ -258,8 +258,8 @@ def excesses(job: Charge, beside: Sequence[Charge] = ()) -> Iterator[Excess]:
     timed = wall_of(ladder)
     if timed and timed.wall_s and demand.time_limit_s and demand.time_limit_s > timed.wall_s:
         has, allowed = format_time_limit(demand.time_limit_s), format_time_limit(timed.wall_s)
-        said = f"its time limit is {has}, and {name_of(timed)} allows {allowed} (MaxWall)"
-        yield Excess(limits=timed, setting="MaxWall", said=said)
+        text = f"its time limit is {has}, and {name_of(timed)} allows {allowed} (MaxWall)"
+        yield Excess(limits=timed, setting="MaxWall", text=text)
     for scope in Scope:
         together = beside if scope in _WHOSE_BY_SCOPE else ()
         for name, asked in (demand.of_node if scope is Scope.NODE else demand.counted).items():
@@ -293,9 +293,9 @@ def _excess(limits: Limits, scope: Scope, name: str, asked: int) -> Excess | Non
         return None
     where = (_WHOSE_BY_SCOPE if name in _COUNTED_JOBS else _PLACE_BY_SCOPE)[scope]
     verb = "wants at least" if scope is Scope.LEAST else "allows"
-    said = f"it asks for {asked} {unit}, and {name_of(limits)} {verb} {allowed} {where}"
+    text = f"it asks for {asked} {unit}, and {name_of(limits)} {verb} {allowed} {where}"
     setting = limits.setting(scope, name)
-    return Excess(limits=limits, setting=setting, said=f"{said} ({setting})", counts_jobs=name in _COUNTED_JOBS)
+    return Excess(limits=limits, setting=setting, text=f"{text} ({setting})", counts_jobs=name in _COUNTED_JOBS)
 
 
 def name_of(limits: Limits) -> str:

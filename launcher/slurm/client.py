@@ -65,9 +65,9 @@ class Complaint(StrEnum):
     """Whatever else it says."""
 
 
-def complaint_of(said: str) -> Complaint:
+def complaint_of(output: str) -> Complaint:
     """The value of what a command printed on stderr."""
-    return next(complaint for complaint in Complaint if re.search(complaint, said, re.IGNORECASE))
+    return next(complaint for complaint in Complaint if re.search(complaint, output, re.IGNORECASE))
 
 
 P = ParamSpec("P")
@@ -84,22 +84,22 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAST
 
 
 class SlurmError(UserError):
-    """SLURM was asked, and refused; the text is the command and what it said.
+    """SLURM was asked, and refused; the text is the command and its output.
 
         SlurmUnreachableError       nothing is known about any job
             SlurmUncertainError     SLURM may have taken the job
             SubmissionUnknownError  nobody can say whether it has
 
     complaint: why, for those who decide.
-    said: what it printed, on one line.
+    output: what the command printed, on one line.
     """
 
     exit_code = CommandExit.REFUSED
 
-    def __init__(self, message: str, *, complaint: Complaint = Complaint.OTHER, said: str = "") -> None:
+    def __init__(self, message: str, *, complaint: Complaint = Complaint.OTHER, output: str = "") -> None:
         super().__init__(message)
         self.complaint = complaint
-        self.said = said or message
+        self.output = output or message
 
 
 class SlurmUnreachableError(SlurmError):
@@ -158,7 +158,7 @@ class SlurmClient:
             answer = self._run(["sbatch", "--parsable", *options, str(script)])
         except SlurmUnreachableError as error:
             if error.complaint is Complaint.NO_ANSWER:
-                raise SlurmUncertainError(str(error), complaint=error.complaint, said=error.said) from error
+                raise SlurmUncertainError(str(error), complaint=error.complaint, output=error.output) from error
             raise
         return parse_job_id(answer)
 
@@ -286,11 +286,11 @@ class SlurmClient:
         if completed.returncode == 0:
             return completed
         complaint = complaint_of(completed.stderr)
-        said = " ".join((completed.stderr or completed.stdout).split()) or "nothing"
-        message = f"{command[0]} failed with exit {completed.returncode}: {said}"
+        output = " ".join((completed.stderr or completed.stdout).split()) or "nothing"
+        message = f"{command[0]} failed with exit {completed.returncode}: {output}"
         if complaint in (Complaint.NO_ANSWER, Complaint.UNREACHABLE):
-            raise SlurmUnreachableError(f"{message}\n  hint: {_NO_SLURM_HINT}", complaint=complaint, said=said)
-        raise SlurmError(message, complaint=complaint, said=said)
+            raise SlurmUnreachableError(f"{message}\n  hint: {_NO_SLURM_HINT}", complaint=complaint, output=output)
+        raise SlurmError(message, complaint=complaint, output=output)
 
 
 def patiently(ask: Callable[[], T], what: str, *, patience_s: float = PATIENCE_S) -> T:

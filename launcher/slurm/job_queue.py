@@ -190,7 +190,7 @@ class SlurmQueue:
             return demand_of_job(values), ladder
 
         job, *beside = map(charge, jobs)
-        return "; ".join(excess.said for excess in excesses(job, beside))
+        return "; ".join(excess.text for excess in excesses(job, beside))
 
 
 # One polite poller for all trials and commands of a user: the cluster's answer is shared through a file.

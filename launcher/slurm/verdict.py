@@ -110,12 +110,12 @@ class Job:
     @property
     def findings(self) -> tuple[str, ...]:
         """What a closer look has found, and who said so."""
-        said = {
+        source_by_finding = {
             f"sacctmgr says: {self.exceeded}": self.exceeded,
             f"scontrol says ExitCode={self.exit_code}": self.exit_code,
             "sinfo says that no node that could run it is up": self.nodes_are_down,
         }
-        return tuple(what for what, is_so in said.items() if is_so)
+        return tuple(what for what, is_so in source_by_finding.items() if is_so)
 
     @property
     def is_staying(self) -> bool:
@@ -362,22 +362,22 @@ def job_of_scontrol(values: Mapping[str, str]) -> Job:
 
 
 def _job_of(values: Mapping[str, str], line: str) -> Job:
-    said = defaultdict(str, values)
-    phase = phase_of(said["JobState"])
-    leader, _, component = said["DisplayId"].partition("+")
+    fields = defaultdict(str, values)
+    phase = phase_of(fields["JobState"])
+    leader, _, component = fields["DisplayId"].partition("+")
     return Job(
-        job_id=said["JobId"],
+        job_id=fields["JobId"],
         phase=phase,
-        word=said["JobState"],
-        reason=said["Reason"],
-        run=said["StartTime"],
-        num_nodes=int(said["NumNodes"]) if said["NumNodes"].isdecimal() else None,
-        nodes=said["NodeList"],
-        hosts=tuple(expand_host_list(said["NodeList"])) if phase is JobPhase.RUNNING else (),
-        name=said["JobName"],
-        tag=_tag_of(said["Comment"]),
+        word=fields["JobState"],
+        reason=fields["Reason"],
+        run=fields["StartTime"],
+        num_nodes=int(fields["NumNodes"]) if fields["NumNodes"].isdecimal() else None,
+        nodes=fields["NodeList"],
+        hosts=tuple(expand_host_list(fields["NodeList"])) if phase is JobPhase.RUNNING else (),
+        name=fields["JobName"],
+        tag=_tag_of(fields["Comment"]),
         part_of=leader if component.isdecimal() and int(component) else "",
-        time_left=said["TimeLeft"],
+        time_left=fields["TimeLeft"],
         line=line,
     )
 
@@ -530,9 +530,9 @@ def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, 
         job_output: what the batch script's output file holds; slurmstepd writes its line there before it signals.
         restart_count: how often it had been requeued when it started.
     """
-    said = [match[2] for match in _DAEMON_LINE.finditer(job_output) if match[1] == job_id]
+    texts = [match[2] for match in _DAEMON_LINE.finditer(job_output) if match[1] == job_id]
     # A line that an earlier start of this job got stays in the file: one for each requeue.
-    own_words = said[restart_count:]
+    own_words = texts[restart_count:]
     by_daemon = _STATE_BY_DAEMON_WORD.get(own_words[-1] or "", EndState.CANCELLED) if own_words else None
     if job is None:
         # Our jobs ask to be requeued, so where nothing else is known they are.

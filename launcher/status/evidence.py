@@ -286,22 +286,22 @@ def _worker_row(evidence: Evidence, worker: str) -> WorkerRow:
     seen_at = memory.beat if memory is not None else life.ended_at
     last_seen_s = max(0.0, evidence.trial_now - seen_at) if seen_at is not None else None
     state = _worker_state(evidence, worker, record=record, memory=memory, last_seen_s=last_seen_s)
-    said = memory or WorkerRecord(phase="")
+    known = memory or WorkerRecord(phase="")
     return WorkerRow(
         worker=worker,
         state=state,
-        pid=said.pid or life.pid,
-        node=said.node or life.node,
-        phase=said.phase,
-        phase_s=said.in_phase_s + (last_seen_s or 0.0) if memory is not None else None,
-        restarts=life.restarts + said.restarts,
+        pid=known.pid or life.pid,
+        node=known.node or life.node,
+        phase=known.phase,
+        phase_s=known.in_phase_s + (last_seen_s or 0.0) if memory is not None else None,
+        restarts=life.restarts + known.restarts,
         last_seen_s=last_seen_s,
         exit=life.exit,
-        version=said.version,
-        weight_update=said.weight_update,
-        waiting_for=said.waiting_for,
-        waits_for=said.waits_for,
-        works_with=said.works_with,
+        version=known.version,
+        weight_update=known.weight_update,
+        waiting_for=known.waiting_for,
+        waits_for=known.waits_for,
+        works_with=known.works_with,
     )
 
 

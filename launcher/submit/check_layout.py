@@ -384,11 +384,11 @@ def _excesses(part: Part, *, beside: Sequence[Part]) -> Iterator[Excess]:
     yield from excesses((demand, ladder), [_charge(other) for other in beside])
     given, signal_s = None if demand.time_limit_s else wall_of(ladder), part.signal_s
     if signal_s and given and given.wall_s and not leaves_time(given.wall_s, signal_s):
-        said = (
+        text = (
             f"no time limit is asked for, {name_of(given)} gives {format_time_limit(given.wall_s)} (MaxWall), and "
             f"SLURM signals its end {signal_s} s before it (launch.signal_before_end_s)"
         )
-        yield Excess(limits=given, setting="MaxWall", said=said, never="train")
+        yield Excess(limits=given, setting="MaxWall", text=text, never="train")
 
 
 def _charge(part: Part) -> Charge:
@@ -428,7 +428,7 @@ def _limit_problem(part: Part, excess: Excess) -> ConfigProblem:
     what = of_account if limits.holder is Holder.ACCOUNT else f"qos {limits.name} format=name"
     who = "" if allocation.role == "head" or excess.counts_jobs else f" ({allocation.name})"
     return ConfigProblem(
-        message=f"trial can never {excess.never}: {excess.said}{who}",
+        message=f"trial can never {excess.never}: {excess.text}{who}",
         hint=hint,
         path=part.option_path(field),
         evidence=f"sacctmgr show {what},{excess.setting}",

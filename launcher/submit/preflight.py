@@ -185,8 +185,8 @@ class _Checks:
             for index in sorted(extra_jobs.values()):
                 options = extra_job_options(trial, index)
                 answers.append(self._test(extra_script, options, options, [layout.allocations[index]], known))
-        doubts = [one.said for one in answers if isinstance(one, SlurmError) and one.complaint not in known]
-        at_present = [f"sbatch takes this job, but could not start it at present: {said}" for said in doubts]
+        doubts = [one.output for one in answers if isinstance(one, SlurmError) and one.complaint not in known]
+        at_present = [f"sbatch takes this job, but could not start it at present: {doubt}" for doubt in doubts]
         self.warnings.extend(dict.fromkeys(at_present))
         start = None if isinstance(answers[0], SlurmError) else re.search(r" to start at (\S+)", answers[0])
         return [f"est. start {_estimate(start[1], now=time.time())}"] if start else []
@@ -263,15 +263,15 @@ def explain_refusal(
     path = _blamed(error, plan)
     hint = "correct it" if path else "ask for less, or for something else; the administrators know this site's rules"
     hint = _LIMIT_HINT if error.complaint is Complaint.LIMIT else hint
-    message = "\n".join([f"SLURM refuses this trial: {error.said}", *(f"asked for: {line}" for line in allocations)])
+    message = "\n".join([f"SLURM refuses this trial: {error.output}", *(f"asked for: {line}" for line in allocations)])
     return UnsatisfiableError([ConfigProblem(message, hint, path=path, evidence=command)])
 
 
 def _blamed(error: SlurmError, plan: RunPlan) -> KeyPath:
     """The extra option that sbatch names, `--nice` itself or `license` of `--licenses`; else what it complains of."""
     names = [argument.partition("=")[0] for argument in plan.launch.extra_sbatch_arguments]
-    exact = [index for index, name in enumerate(names) if name in error.said]
-    alike = [index for index, name in enumerate(names) if name.strip("-").rstrip("s") in error.said.lower()]
+    exact = [index for index, name in enumerate(names) if name in error.output]
+    alike = [index for index, name in enumerate(names) if name.strip("-").rstrip("s") in error.output.lower()]
     for index in (*exact, *alike):
         return "launch", "extra_sbatch_arguments", index
     field = _FIELD_BY_COMPLAINT.get(error.complaint, "")

@@ -111,20 +111,20 @@ class AttemptTasks:
 
     def _ended(self, worker: str, task: Task, returncode: int) -> TaskExit:
         try:
-            said, is_out_of_memory, log_bytes = self.files.run(
+            message, is_out_of_memory, log_bytes = self.files.run(
                 partial(self._take_last_words, worker, returncode), self.directory.control_path
             )
         except OSError:
-            said, is_out_of_memory, log_bytes = "", False, None
+            message, is_out_of_memory, log_bytes = "", False, None
         if returncode and is_out_of_memory:
-            returncode, said = WorkerExit.OUT_OF_MEMORY, ""
+            returncode, message = WorkerExit.OUT_OF_MEMORY, ""
         return TaskExit(
             worker,
             returncode,
             task.exit_kind(),
             pid=task.pid,
             node=task.node,
-            said=said if returncode > 0 else "",
+            message=message if returncode > 0 else "",
             log_bytes=log_bytes,
         )
 
@@ -134,9 +134,9 @@ class AttemptTasks:
         The files of the first two are removed, so that they explain no later end.
         """
         word_path, note_path = self.directory.last_word_path(worker), self.directory.out_of_memory_path(worker)
-        said, is_out_of_memory, log_bytes = "", False, None
+        message, is_out_of_memory, log_bytes = "", False, None
         with suppress(OSError):
-            said = word_path.read_text(errors="replace")
+            message = word_path.read_text(errors="replace")
             word_path.unlink()
         with suppress(OSError):
             note_path.unlink()
@@ -146,7 +146,7 @@ class AttemptTasks:
             log_bytes = log_path.stat().st_size
             last_lines = tail_lines(log_path, MEMORY_LINES, end=log_bytes)
             is_out_of_memory |= says_out_of_memory(returncode, last_lines)
-        return said, is_out_of_memory, log_bytes
+        return message, is_out_of_memory, log_bytes
 
     def _log_path(self, worker: str) -> Path:
         kind, _, index = worker.partition("/")
@@ -214,7 +214,7 @@ class AttemptTasks:
             kind = ExitKind.SLURM_AWAY
         elif isinstance(error, OSError) and is_momentary(error):
             kind = ExitKind.FILES_AWAY
-        self._failed_starts.append(TaskExit(task, _EXIT_NOT_STARTED, kind, said=str(error)))
+        self._failed_starts.append(TaskExit(task, _EXIT_NOT_STARTED, kind, message=str(error)))
 
 
 def _is_tracker(task: str) -> bool:

@@ -106,8 +106,8 @@ def write_page(directory: TrialDirectory, state: str, record: Callable[..., None
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=PAGE_TIMEOUT_S, preexec_fn=die_with_parent())
     except (OSError, subprocess.SubprocessError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error).encode()
-        record("page_failed", cause=said.decode(errors="replace")[-2000:])
+        output = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error).encode()
+        record("page_failed", cause=output.decode(errors="replace")[-2000:])
 
 
 def note_failed_node(directory: TrialDirectory, node: str, record: Callable[..., None]) -> None:

@@ -172,16 +172,16 @@ def _read(
     data = path.read_bytes() if most_bytes is None else read_tail(path, most_bytes)
     for line in data.splitlines():
         try:
-            said = _DECODER.decode(line)
+            entry = _DECODER.decode(line)
         except msgspec.DecodeError:
             continue
-        if isinstance(said, Clock):
-            clock = said
+        if isinstance(entry, Clock):
+            clock = entry
         elif clock is not None:
-            start_s, end_s = said.start_s + clock.offset_s, said.end_s + clock.offset_s
+            start_s, end_s = entry.start_s + clock.offset_s, entry.end_s + clock.offset_s
             if end_s > window[0] and start_s < window[1]:
                 yield msgspec.structs.replace(
-                    said,
+                    entry,
                     start_s=start_s,
                     end_s=end_s,
                     worker=clock.worker,

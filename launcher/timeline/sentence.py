@@ -272,15 +272,15 @@ def explain_time(spans: Sequence[Span], *, dropped: float = 0.0, trial: str = ""
     return sorted(causes, key=lambda cause: -cause.fraction)
 
 
-def said_of_latest(facts: TrialFacts) -> list[str]:
-    """As `said_of`, of the last steps of a trial; nothing where none are kept."""
+def describe_latest_steps(facts: TrialFacts) -> list[str]:
+    """As `describe_steps`, of the last steps of a trial; nothing where none are kept."""
     folder = facts.directory.timeline_path
     if not (there := steps_of(folder, most_bytes=_TAIL_BYTES)):
         return []
-    return said_of(spans_of(folder, sorted(there)[-LATEST_STEPS:], most_bytes=_TAIL_BYTES), facts)
+    return describe_steps(spans_of(folder, sorted(there)[-LATEST_STEPS:], most_bytes=_TAIL_BYTES), facts)
 
 
-def said_of(spans: Sequence[Span], facts: TrialFacts) -> list[str]:
+def describe_steps(spans: Sequence[Span], facts: TrialFacts) -> list[str]:
     """The sentence about these steps, which tells the largest cause, and one for each of the others.
 
     Args:

@@ -115,7 +115,7 @@ class TaskExit:
     pid: int = 0
     """0 if it was not started."""
     node: str = ""
-    said: str = ""
+    message: str = ""
     """What the task itself put down about its end."""
     log_bytes: int | None = None
     silent_s: float = 0.0
@@ -146,13 +146,13 @@ class TaskExit:
         if self.silent_s:
             return f"gave no sign of life for {self.silent_s:.0f} s, and was killed"
         if self.kind is not ExitKind.OWN:
-            return _MEANING_BY_KIND[self.kind] + (f" ({self.said})" if self.said else "")
+            return _MEANING_BY_KIND[self.kind] + (f" ({self.message})" if self.message else "")
         if self.returncode == WorkerExit.OUT_OF_MEMORY:
             setting = f"groups.{self.task.partition('/')[0]}.scheduling.mem"
             return f"needed more memory than its group asks for; raise {setting}"
-        meaning = f"({self.said})" if self.said else _MEANING_BY_CODE.get(self.returncode, "")
+        meaning = f"({self.message})" if self.message else _MEANING_BY_CODE.get(self.returncode, "")
         if self.because:
-            meaning = f"(ended by the supervisor: {self.because}" + (f"; {self.said})" if self.said else ")")
+            meaning = f"(ended by the supervisor: {self.because}" + (f"; {self.message})" if self.message else ")")
         return f"{exit_text(self.returncode)} {meaning}".rstrip()
 
     def __str__(self) -> str:
@@ -163,8 +163,8 @@ def says_out_of_memory(returncode: int, last_lines: Sequence[str]) -> bool:
     """Whether the last lines of a task that ended so say that its memory limit ended it, as SLURM prints it there."""
     if returncode and any(map(_SLURMS_OWN_LINE.match, last_lines)):
         return True
-    said = " ".join(last_lines).lower()
-    return returncode in _MEMORY_EXITS and any(words in said for words in _MEMORY_WORDS)
+    message = " ".join(last_lines).lower()
+    return returncode in _MEMORY_EXITS and any(words in message for words in _MEMORY_WORDS)
 
 
 def exit_text(returncode: int) -> str:

@@ -119,8 +119,8 @@ async def program(task: Task, session: Session, *, command: Sequence[str], timeo
         with suppress(ProcessLookupError):
             process.kill()
     if process.returncode != 0:
-        said = errors[-_LAST_WORDS:].decode(errors="replace").strip()
-        raise ProgramError(f"{command[0]} ended with {process.returncode}: {said or 'it said nothing'}")
+        message = errors[-_LAST_WORDS:].decode(errors="replace").strip()
+        raise ProgramError(f"{command[0]} ended with {process.returncode}: {message or 'it said nothing'}")
     return outcome_of(output.decode(errors="replace"))
 
 
@@ -144,10 +144,10 @@ def outcome_of(output: str) -> Outcome | None:
     """
     *_, last = output.splitlines() or [""]
     try:
-        said = json.loads(last)
+        result = json.loads(last)
     except ValueError:
         return None
-    numbers = said if isinstance(said, dict) else {"reward": said}
+    numbers = result if isinstance(result, dict) else {"reward": result}
     values = {name: side_number(value) for name, value in numbers.items() if isinstance(value, int | float)}
     if not math.isfinite(values.get("reward", math.nan)):
         return None

@@ -108,8 +108,8 @@ class Luffy(FrozenConfig):
         if config.use_decoupled_loss:
             raise ValueError("LUFFY has a ratio of its own; set ppo.use_decoupled_loss: false")
         probabilities = torch.exp(scores.logprobs)
-        shown = -micro_batch.tensors["advantages"] * probabilities / (probabilities + self.gamma)
-        return _where_shown(shown, scores, micro_batch, config, name="luffy")
+        losses = -micro_batch.tensors["advantages"] * probabilities / (probabilities + self.gamma)
+        return _on_demonstrations(losses, scores, micro_batch, config, name="luffy")
 
 
 class SFTMix(FrozenConfig):
@@ -132,17 +132,17 @@ class SFTMix(FrozenConfig):
     def __call__(self, scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig) -> TokenLosses:
         if config.use_decoupled_loss:
             raise ValueError("what was shown has no policy that made it; set ppo.use_decoupled_loss: false")
-        return _where_shown(-self.coef * scores.logprobs, scores, micro_batch, config, name="sft_mix")
+        return _on_demonstrations(-self.coef * scores.logprobs, scores, micro_batch, config, name="sft_mix")
 
 
-def _where_shown(
+def _on_demonstrations(
     losses: Tensor, scores: TokenScores, micro_batch: MicroBatch, config: PPOConfig, *, name: str
 ) -> TokenLosses:
     """These losses [T] of the tokens that were shown, and PPO's of the tokens that the policy has made."""
     keys, own = micro_batch.tensors, ppo(scores, micro_batch, config)
-    is_shown = keys["loss_mask"] & (keys["versions"] < 0)
-    stats = {key: torch.where(is_shown, 0.0, values) for key, values in own.stats.items()}
-    return TokenLosses(torch.where(is_shown, losses, own.losses), stats | {f"{name}/shown_fraction": is_shown})
+    demonstrated = keys["loss_mask"] & (keys["versions"] < 0)
+    stats = {key: torch.where(demonstrated, 0.0, values) for key, values in own.stats.items()}
+    return TokenLosses(torch.where(demonstrated, losses, own.losses), stats | {f"{name}/shown_fraction": demonstrated})
 
 
 class SelfImitation(FrozenConfig):

@@ -56,8 +56,8 @@ class BatchFacts:
 def measure_batch(sample: SequenceSample, context: ParallelContext) -> BatchFacts:
     """One sum over the ranks."""
     responses = response_mask(sample)
-    shown = torch.from_numpy(responses & ~generated(sample.data, responses)).int()
-    num_shown = int((sum_per_answer(shown, [length - 1 for length in sample.answer_lengths()]) > 0).sum())
+    demonstrated = torch.from_numpy(responses & ~generated(sample.data, responses)).int()
+    num_demonstrated = int((sum_per_answer(demonstrated, [length - 1 for length in sample.answer_lengths()]) > 0).sum())
     kl = 0.0
     if {"old_logprobs", "ref_logprobs"} <= sample.data.keys():
         with np.errstate(invalid="ignore"):  # infinities are found below
@@ -65,7 +65,7 @@ def measure_batch(sample: SequenceSample, context: ParallelContext) -> BatchFact
             kl = float(difference.sum(where=generated(sample.data, responses), dtype=float))
     nonfinite = _num_nonfinite(sample, responses)
     local = {
-        "answers": float(len(sample.episode_sizes()) - num_shown),
+        "answers": float(len(sample.episode_sizes()) - num_demonstrated),
         "kl": kl if math.isfinite(kl) else 0.0,
         "nonfinite": float(nonfinite),
     }
@@ -219,8 +219,8 @@ def weigh_behaviour(
         level=config.is_ratio_level,
         answer_lengths=answer_lengths,
     )
-    is_shown = loss_mask & ~is_generated
-    return torch.where(is_shown, proximal_logprobs.exp(), torch.where(kept, weights, 0.0)), kept | is_shown
+    demonstrated = loss_mask & ~is_generated
+    return torch.where(demonstrated, proximal_logprobs.exp(), torch.where(kept, weights, 0.0)), kept | demonstrated
 
 
 def _normalize(config: PPOConfig, advantages: Tensor, batch: AdvantageBatch, context: ParallelContext) -> Tensor:

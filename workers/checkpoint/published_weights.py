@@ -84,7 +84,7 @@ class WeightsInUse:
         self._lease = lease
         self._readers: Counter[Path] = Counter()
         self._refused: Refusal | None = None
-        self._said = _Record()
+        self._published = _Record()
         self._publishing = asyncio.Lock()
 
     @asynccontextmanager
@@ -106,9 +106,9 @@ class WeightsInUse:
     async def _publish(self) -> None:
         async with self._publishing:  # an older text must not land after a newer one
             record = _Record(reading=sorted(str(path) for path in +self._readers), refused=self._refused)
-            if record != self._said:  # one of hundreds that read the same says it for all
+            if record != self._published:  # one of hundreds that read the same says it for all
                 await asyncio.to_thread(self._lease.update, msgspec.json.encode(record).decode())
-                self._said = record
+                self._published = record
 
 
 def read_weights_in_use(names: NameService, key: str) -> frozenset[Path] | None:

@@ -71,8 +71,8 @@ class ReceiverBook(Generic[ItemT]):
             return []
         # Verdicts that were given while it was away; it passes over those that are not about its own records.
         verdicts = self._verdict_by_uid.items()
-        said: list[ToSender] = [Verdict(session=self.session, uid=uid, kind=kind) for uid, kind in verdicts]
-        return [(identity, message) for message in (Session(session=self.session), *said)]
+        verdict_messages: list[ToSender] = [Verdict(session=self.session, uid=uid, kind=kind) for uid, kind in verdicts]
+        return [(identity, message) for message in (Session(session=self.session), *verdict_messages)]
 
     def disconnected(self, identity: bytes) -> None:
         self._senders.discard(identity)

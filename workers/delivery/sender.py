@@ -148,10 +148,10 @@ class SenderBook:
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
-    def _is_of_ours(self, index: int, said: Ack | Verdict) -> bool:
+    def _is_of_ours(self, index: int, answer: Ack | Verdict) -> bool:
         """Whether something is said of a record that this receiver was sent in its present session."""
-        receiver, entry = self._receivers.get(index), self._entries.get(said.uid)
-        is_present = receiver is not None and receiver.session == said.session
+        receiver, entry = self._receivers.get(index), self._entries.get(answer.uid)
+        is_present = receiver is not None and receiver.session == answer.session
         return is_present and entry is not None and entry.receiver == index
 
     def _reclaim(self, index: int) -> None:

@@ -49,8 +49,8 @@ class Branch:
     @classmethod
     def of(cls, prompt_ids: Sequence[int], answer: PartialAnswer) -> "Branch":
         """One prompt, one answer."""
-        made = Segment(answer.output_ids, answer, is_trained=True)
-        return cls([Segment(prompt_ids), made], experts=answer.experts)
+        segment = Segment(answer.output_ids, answer, is_trained=True)
+        return cls([Segment(prompt_ids), segment], experts=answer.experts)
 
     @property
     def ids(self) -> list[int]:
@@ -99,7 +99,7 @@ class EpisodeLog:
     branches: list[Branch] = field(default_factory=list)
     """In the order in which they were begun."""
     num_turns: int = 0
-    _made: dict[int, Segment] = field(default_factory=dict)
+    _generated: dict[int, Segment] = field(default_factory=dict)
     """Of the finished turns, by number."""
 
     def begin(self, prompt_ids: Sequence[int], *, max_new_tokens: int, sampling_seed: int | None = None) -> Turn:
@@ -130,10 +130,10 @@ class EpisodeLog:
             self.branches.sort(key=lambda each: each.first_turn)
         if turn.given_ids:
             branch.segments.append(Segment(turn.given_ids))
-        made = Segment(answer.output_ids, answer, is_trained=is_trained)
-        branch.segments.append(made)
+        segment = Segment(answer.output_ids, answer, is_trained=is_trained)
+        branch.segments.append(segment)
         branch.experts, branch.is_busy = answer.experts, False
-        self._made[turn.number] = made
+        self._generated[turn.number] = segment
 
     def abandon(self, turn: Turn) -> None:
         """Nothing comes of it."""
@@ -145,7 +145,7 @@ class EpisodeLog:
         Raises:
             KeyError: if it is not finished.
         """
-        self._made[turn].reward += value
+        self._generated[turn].reward += value
 
     def leave_out(self, *, turn: int) -> None:
         """Nothing is learned from a finished turn.
@@ -153,25 +153,25 @@ class EpisodeLog:
         Raises:
             KeyError: if it is not finished.
         """
-        self._made[turn].is_trained = False
+        self._generated[turn].is_trained = False
 
     @property
     def answers(self) -> list[PartialAnswer]:
         """Of the finished turns, in the order in which they were begun."""
-        answers = (self._made[number].answer for number in sorted(self._made))
+        answers = (self._generated[number].answer for number in sorted(self._generated))
         return [answer for answer in answers if answer is not None]
 
     @property
     def oldest_version(self) -> str:
         """Of all tokens made so far; empty if there are none. What follows may come from no older weights."""
-        answers = (segment.answer for segment in self._made.values())
+        answers = (segment.answer for segment in self._generated.values())
         versions = {span.version for answer in answers if answer is not None for span in answer.spans}
         return min(versions, key=PolicyVersion.parse, default="")
 
     @property
-    def num_made(self) -> int:
+    def num_generated(self) -> int:
         """Tokens that the model has made in finished turns."""
-        return sum(len(segment.ids) for segment in self._made.values())
+        return sum(len(segment.ids) for segment in self._generated.values())
 
 
 def _begins_with(ids: Sequence[int], branch: Branch) -> bool:

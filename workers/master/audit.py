@@ -44,8 +44,8 @@ class Audit:
         """One line, for people."""
         order = "in the order of the seed" if self.is_in_order else "not in the order of the seed, as answers came"
         order = "as drawn" if self.is_in_order is None else order
-        said = f"{self.trained} prompts trained, {self.dropped} dropped, {order}: "
-        return said + f"skipped {len(self.skipped)}, repeated {len(self.repeated)}"
+        summary = f"{self.trained} prompts trained, {self.dropped} dropped, {order}: "
+        return summary + f"skipped {len(self.skipped)}, repeated {len(self.repeated)}"
 
 
 def audit(ledger: Ledger, deltas: Iterable[LedgerDelta], issued: Iterable[str]) -> Audit:

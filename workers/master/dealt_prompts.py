@@ -62,7 +62,7 @@ class PromptWeigher(AsyncClosing):
             except RunLostError as error:
                 cause = str(error)
             except (HostError, RunFailedError) as error:
-                is_users = error.is_said if isinstance(error, HostError) else error.kind != LATE
+                is_users = error.is_from_process if isinstance(error, HostError) else error.kind != LATE
                 if is_users:
                     raise UserCodeError(
                         f"{self._name} fails: {error}; mend it in the folder `code` of the trial, and rl-submit "

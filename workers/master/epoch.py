@@ -127,12 +127,12 @@ def check_reallocations(graph: DataflowGraph, models: Mapping[str, LoadedModel])
             given, taken = models[str(source)], models[str(target)]
             if given != taken:
                 raise BadConfigurationError(
-                    f"call {call.name!r} hands the weights of {source} ({_shown(given)}) to {target} "
-                    f"({_shown(taken)}); start both from models of the same shape"
+                    f"call {call.name!r} hands the weights of {source} ({_describe(given)}) to {target} "
+                    f"({_describe(taken)}); start both from models of the same shape"
                 )
 
 
-def _shown(model: LoadedModel) -> str:
+def _describe(model: LoadedModel) -> str:
     return (
         f"{model.architecture or 'a model'} of {model.num_layers} layers, hidden size {model.hidden_size}, "
         f"vocabulary {model.vocab_size}, {model.num_parameters:,} parameters"

@@ -157,7 +157,7 @@ class MasterWorker(Worker):
         self._log = TrialLog(context.trial.log_path)
         self._journal = Journal(context.trial.journal_path)
         self._owner = f"{socket.gethostname()}:{os.getpid()}"
-        self._said: dict[str, Lease] = {}
+        self._leases: dict[str, Lease] = {}
 
     def run(self) -> None:
         try:
@@ -358,10 +358,10 @@ class MasterWorker(Worker):
 
     def _say(self, key: str, text: str) -> None:
         """As a lease, so that the record returns by itself after Redis restarted."""
-        if key in self._said:
-            self._said[key].update(text)
+        if key in self._leases:
+            self._leases[key].update(text)
         else:
-            self._said[key] = self.context.lease(key, text)
+            self._leases[key] = self.context.lease(key, text)
 
 
 @contextmanager

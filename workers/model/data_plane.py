@@ -156,8 +156,8 @@ class DataPlane:
         network, neighbours = self._begun(), self._pid_by_neighbour
         values = [self.store.arrays(transfer.uids, keys_in_order(transfer, self.store.specs)) for transfer in transfers]
         for transfer, arrays in zip(transfers, values, strict=True):
-            is_shown = any(rank in neighbours for rank in transfer.destinations)
-            places = [self._memory.places_of(arrays)] if is_shown else []
+            is_mapped = any(rank in neighbours for rank in transfer.destinations)
+            places = [self._memory.places_of(arrays)] if is_mapped else []
             for rank in transfer.destinations:
                 network.send(places if rank in neighbours else arrays, rank, tag=transfer.tag)
 

@@ -99,9 +99,9 @@ def _keys(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]) ->
     """What has been said up to each message."""
     digest = hashlib.blake2b(_canonical(list(tools)))
     for message in messages:
-        said = {name: message[name] for name in _FIELDS if message.get(name)}
+        fields = {name: message[name] for name in _FIELDS if message.get(name)}
         calls = [(call.get("id"), call["function"]) for call in message.get("tool_calls", ())]
-        digest.update(_canonical([said, calls]))
+        digest.update(_canonical([fields, calls]))
         yield digest.hexdigest()
 
 
@@ -249,8 +249,8 @@ class ModelEndpoint:
         ends = [*renderer.stop_token_ids, *(asked.stop_token_ids or ())]
         turn = await self._turn(episode, ids, asked, stop_token_ids=ends)
         answer, callable_tools = turn.answer, tools if asked.tool_choice != "none" else ()
-        said = renderer.parse(answer.output_ids, stopped=answer.stopped, tools=callable_tools, num_before=len(ids))
-        message = said.as_message()
+        parsed = renderer.parse(answer.output_ids, stopped=answer.stopped, tools=callable_tools, num_before=len(ids))
+        message = parsed.as_message()
         if message["content"]:  # programs do not expect what was to end an answer as a part of it; the ids have it
             message["content"] = message["content"][: first_place(message["content"], asked.stops)]
         conversations.add(asked.messages, message, turn, tools=tools)

@@ -69,8 +69,8 @@ def events(reply: Json, *, says_usage: bool) -> Iterator[bytes]:
     for number, delta in enumerate(deltas):
         # All logprobs come with the first piece: a piece of text is no number of tokens.
         logprobs = choice["logprobs"] if number == 0 else None
-        said: Json = {"index": choice["index"], "finish_reason": None, "logprobs": logprobs}
-        yield _event({**head, "choices": [{**said, "delta": delta} if is_chat else {**said, **delta}]})
+        choice_head: Json = {"index": choice["index"], "finish_reason": None, "logprobs": logprobs}
+        yield _event({**head, "choices": [{**choice_head, "delta": delta} if is_chat else {**choice_head, **delta}]})
     last: Json = {"index": choice["index"], "finish_reason": choice["finish_reason"], "logprobs": None}
     yield _event({**head, "choices": [{**last, "delta": {}} if is_chat else {**last, "text": ""}]})
     if says_usage:
@@ -95,14 +95,14 @@ def _event(chunk: Json) -> bytes:
 
 
 def _reply(turn: Turn, kind: str, choice: Json, *, model: str) -> Json:
-    num_prompt, num_made = len(turn.prompt_ids), len(turn.answer.output_ids)
+    num_prompt, num_new = len(turn.prompt_ids), len(turn.answer.output_ids)
     return {
         "id": _new_id("chatcmpl" if kind == "chat.completion" else "cmpl"),
         "object": kind,
         "created": int(time.time()),
         "model": model,
         "choices": [choice],
-        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_made, "total_tokens": num_prompt + num_made},
+        "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
     }
 
 

@@ -50,16 +50,16 @@ async def ask(
         if cause is not None:
             pause_s = 2.0 ** min(number - 1, 5) * random.uniform(1.0, 1.5)  # not all at the same moment
             await asyncio.sleep(min(max(pause_s, getattr(cause, "pause_s", 0.0)), _LONGEST_PAUSE_S))
-        before_try("" if cause is None else _said(cause))
+        before_try("" if cause is None else _describe(cause))
         try:
             return await _post(endpoint, path, body)
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, _BusyError) as error:
             cause = error
     assert cause is not None
-    raise EndpointDownError(f"{endpoint.url} failed {endpoint.tries} times, last: {_said(cause)}")
+    raise EndpointDownError(f"{endpoint.url} failed {endpoint.tries} times, last: {_describe(cause)}")
 
 
-def _said(cause: Exception) -> str:
+def _describe(cause: Exception) -> str:
     return f"{type(cause).__name__}: {cause}"
 
 
@@ -75,15 +75,15 @@ async def _post(endpoint: EndpointConfig, path: str, body: Mapping[str, Any]) ->
                 raise _BusyError(response.status, float(asks_for) if asks_for.isdecimal() else 0.0)
             text = await response.text(errors="replace")
     if response.status != 200:
-        said = without_key(endpoint, text)[:SHOWN]
-        raise ValueError(f"{endpoint.url} refuses the request, status {response.status}: {said}")
+        reply = without_key(endpoint, text)[:SHOWN]
+        raise ValueError(f"{endpoint.url} refuses the request, status {response.status}: {reply}")
     return text
 
 
-def without_key(endpoint: EndpointConfig, said: str) -> str:
+def without_key(endpoint: EndpointConfig, text: str) -> str:
     """What it says, for people: services repeat keys in what they say of them."""
     key = _key(endpoint)
-    return said.replace(key, "***") if key else said
+    return text.replace(key, "***") if key else text
 
 
 def _key(endpoint: EndpointConfig) -> str:

@@ -152,19 +152,19 @@ class Judge(EndpointConfig):
         try:
             reply = msgspec.json.decode(text, type=_Completion)
         except msgspec.DecodeError as error:
-            said = without_key(self, text)[:SHOWN]
-            raise ValueError(f"{self.url} answers what is no chat completion: {said}") from error
+            reply_text = without_key(self, text)[:SHOWN]
+            raise ValueError(f"{self.url} answers what is no chat completion: {reply_text}") from error
         self._num_tokens += reply.usage.total_tokens if reply.usage else 0
         return self._verdict_of(without_key(self, reply.choices[0].message.content or ""))
 
-    def _verdict_of(self, said: str) -> Verdict:
-        found = last_found(self.verdict, said)
+    def _verdict_of(self, answer: str) -> Verdict:
+        found = last_found(self.verdict, answer)
         if found is None:
-            raise ValueError(f"the judge gave no verdict that {self.verdict!r} finds: {said[-SHOWN:]!r}")
+            raise ValueError(f"the judge gave no verdict that {self.verdict!r} finds: {answer[-SHOWN:]!r}")
         number = float(found)
         if not self.lowest <= number <= self.highest:
             raise ValueError(f"the judge's verdict {number} is not between {self.lowest:g} and {self.highest:g}")
-        return number, {"said": said[-_MOST_SAID:]}
+        return number, {"said": answer[-_MOST_SAID:]}
 
     def _count(self) -> None:
         for name, spent in (("max_calls", self._num_calls), ("max_tokens", self._num_tokens)):

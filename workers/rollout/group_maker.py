@@ -125,8 +125,8 @@ class Group:
     """Others that failed, and could be spared."""
 
 
-class Made(NamedTuple):
-    """What the trainer gets of one prompt."""
+class GeneratedGroup(NamedTuple):
+    """The judged answers to one prompt, as the trainer gets them."""
 
     episodes: Sequence[JudgedEpisode]
     sample: SequenceSample
@@ -161,7 +161,7 @@ class GroupMaker:
     """Longest prompt of teachers' own that samples carry; 0: they carry none."""
     _failed_in_a_row: int = field(default=0, init=False)
 
-    async def make(self, prompts: Sequence[tuple[str, str, AnswerSeeds]]) -> list["Made | PromptFailedError"]:
+    async def make(self, prompts: Sequence[tuple[str, str, AnswerSeeds]]) -> list["GeneratedGroup | PromptFailedError"]:
         """The groups of prompts, all made at the same time; a PromptFailedError in place of a prompt that is dropped.
 
         Args:
@@ -171,11 +171,11 @@ class GroupMaker:
             UserCodeError, PromptsFailError, HostError: the worker has to end.
         """
         try:
-            made = await all_or_first_error(*(self._made(*prompt) for prompt in prompts))
+            made = await all_or_first_error(*(self._make_one(*prompt) for prompt in prompts))
         except HostError as error:
             raise verdict_on(error, has_run=self.has_judged) from error
         for (uid, _, _), one in zip(prompts, made, strict=True):
-            if isinstance(one, Made) or one.kind == DROPPED_AS_FILTERED:
+            if isinstance(one, GeneratedGroup) or one.kind == DROPPED_AS_FILTERED:
                 self._failed_in_a_row, self.has_judged = 0, True
             elif one.kind != BAD_ROW:
                 self._failed_in_a_row += 1
@@ -186,7 +186,7 @@ class GroupMaker:
                     raise PromptsFailError(what) if is_of_servers else self._all_fail(what) from one.__cause__
         return made
 
-    async def _made(self, uid: str, row_id: str, seeds: AnswerSeeds) -> "Made | PromptFailedError":
+    async def _make_one(self, uid: str, row_id: str, seeds: AnswerSeeds) -> "GeneratedGroup | PromptFailedError":
         try:
             group = await self.attempt(uid, row_id, seeds)
             episodes, source = group.episodes, group.row.source
@@ -208,7 +208,7 @@ class GroupMaker:
                 f"response_length/source/{source}": tokens / len(rewards),
                 f"no_eos_fraction/source/{source}": float(sample.data["seq_no_eos_mask"].mean()),
             }
-        return Made(episodes, sample, of_group | statistics)
+        return GeneratedGroup(episodes, sample, of_group | statistics)
 
     async def _sample(self, uid: str, group: Group) -> tuple[SequenceSample, dict[str, float]]:
         """What the trainer gets of a group, with what teachers outside of the trial say of it."""
@@ -251,7 +251,7 @@ class GroupMaker:
         """
         try:
             row = self.rows[row_id]
-            prompt_ids, shown = self._ids(row, row.prompt), self._shown(row)
+            prompt_ids, demonstrations = self._ids(row, row.prompt), self._demonstrations(row)
             teacher_prompt = prompt_ids if row.teacher_prompt is row.prompt else self._ids(row, row.teacher_prompt)
         except ValueError as error:
             raise PromptFailedError(BAD_ROW, error) from error
@@ -260,13 +260,14 @@ class GroupMaker:
         client = self.client.sampling_by(**own)
         try:
             if self.player is None:
-                # All are asked for and judged at the same time; what is shown stands behind what was made.
-                num_made = self.group_size - len(shown)
-                numbers = seeds.of_group(num_made + self.config.spare_answers)
-                answers = await client.sample_group(uid, prompt_ids, seeds=numbers, enough=num_made)
-                outputs = [answer.output_ids for answer in answers] + [branch.segments[-1].ids for branch in shown]
+                # All are asked for and judged at the same time; demonstrations stand behind generated answers.
+                num_generated = self.group_size - len(demonstrations)
+                numbers = seeds.of_group(num_generated + self.config.spare_answers)
+                answers = await client.sample_group(uid, prompt_ids, seeds=numbers, enough=num_generated)
+                outputs: list[Sequence[int]] = [answer.output_ids for answer in answers]
+                outputs += [branch.segments[-1].ids for branch in demonstrations]
                 judged = await self.judge.judge(row.fields, outputs)
-                branches = [*(Branch.of(prompt_ids, answer) for answer in answers), *shown]
+                branches = [*(Branch.of(prompt_ids, answer) for answer in answers), *demonstrations]
                 return Group(row, judged_answers(branches, judged), teacher_prompt)
             assert isinstance(client, GenerationClient), "agents ask generation servers"
             episodes, num_failed = await self._episodes(self.player, client, uid, row, prompt_ids, seeds)
@@ -280,7 +281,7 @@ class GroupMaker:
     def _ids(self, row: DatasetRow, prompt: Prompt) -> list[int]:
         return self.prompts.encode_within(self.max_prompt_tokens, prompt, tools=row.tools)
 
-    def _shown(self, row: DatasetRow) -> list[Branch]:
+    def _demonstrations(self, row: DatasetRow) -> list[Branch]:
         """The row's own answer, if it has one that fits, and the policy makes another to compare it with."""
         field = self.config.demonstrations
         answer = None if field is None else row.fields.get(field)

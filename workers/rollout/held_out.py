@@ -76,8 +76,8 @@ class HeldOutProblems:
         votes = None
         if pattern := self._config.vote:  # what the last answer of each says, without white space around it
             last = [episode.answers[-1].output_ids if episode.answers else [] for episode in episodes]
-            said = [last_found(pattern, groups.judge.text_of(ids)) for ids in last]
-            votes = [one and one.strip() for one in said]
+            found = [last_found(pattern, groups.judge.text_of(ids)) for ids in last]
+            votes = [one and one.strip() for one in found]
         right = [self._config.is_correct(episode.reward, reward_parts_of(episode.parts)) for episode in episodes]
         rewards = [episode.reward for episode in episodes]
         sums = sums_of(rewards, lengths, are_correct=right, asked=num_asked, votes=votes)

@@ -45,7 +45,7 @@ class RewardFailedError(RuntimeError):
 
 def verdict_on(error: HostError, *, has_run: bool) -> RuntimeError:
     """The error that a worker ends with: it starts again, unless user code that has never run says what is wrong."""
-    return UserCodeError(str(error)) if error.is_said and not has_run else error
+    return UserCodeError(str(error)) if error.is_from_process and not has_run else error
 
 
 def judged_answers(branches: Sequence[Branch], judged: Sequence[Judged]) -> list[JudgedEpisode]:

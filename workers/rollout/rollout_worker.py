@@ -216,7 +216,7 @@ class RolloutWorker(Worker):
         if not (endpoints := self._spec.rollout.served_teachers):
             return None
         return ServedTeachers(
-            endpoints, show_wait=lambda said: self._show_wait(said, ()), record=self.context.presence.record
+            endpoints, show_wait=lambda text: self._show_wait(text, ()), record=self.context.presence.record
         )
 
     def _load_data(self) -> None:

@@ -1,7 +1,7 @@
 """Whether sandboxes can be made on this machine, found out by making one; and if not, why, and what to do.
 
 bwrap in the PATH? ──► a sandbox ──► Python in it says 42 ──► ""
-                           └── failed: what the kernel is set to, and what was said
+                           └── failed: what the kernel is set to, and the error
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from corral.workers.sandbox.base import SandboxError
-from corral.workers.sandbox.bubblewrap import Bubblewrap, shown
+from corral.workers.sandbox.bubblewrap import Bubblewrap, complaint_of
 
 _TIMEOUT_S = 60.0  # Python from a cold file server
 _INSTALL = "install the package bubblewrap, 0.8 or newer"
@@ -34,19 +34,19 @@ def why_no_sandbox() -> str:
     return ""
 
 
-def explain(said: str, settings: Mapping[str, str]) -> str:
+def explain(error: str, settings: Mapping[str, str]) -> str:
     """Why none could be made.
 
     Args:
-        said: by what failed.
+        error: of the attempt.
         settings: of the kernel, by their names below /proc/sys; what it does not have is left out.
     """
     for name, (value, meaning) in _OFF_BY_SETTING.items():
         if settings.get(name) == value:
-            return f"{meaning} ({name.replace('/', '.')} = {value}; {said}); {_ASK}"
-    if "Unknown option" in said:
-        return f"bubblewrap is too old ({said}); {_INSTALL}"
-    return said
+            return f"{meaning} ({name.replace('/', '.')} = {value}; {error}); {_ASK}"
+    if "Unknown option" in error:
+        return f"bubblewrap is too old ({error}); {_INSTALL}"
+    return error
 
 
 def _settings(folder: Path = Path("/proc/sys")) -> dict[str, str]:
@@ -57,4 +57,4 @@ async def _try() -> None:
     async with await Bubblewrap.create() as sandbox:
         result = await sandbox.exec([sys.executable, "-I", "-c", "print(6 * 7)"], timeout_s=_TIMEOUT_S)
     if result.stdout != b"42\n":
-        raise SandboxError(f"{sys.executable} does not run in a sandbox: {shown(result.stderr)}")
+        raise SandboxError(f"{sys.executable} does not run in a sandbox: {complaint_of(result.stderr)}")

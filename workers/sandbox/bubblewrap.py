@@ -71,7 +71,7 @@ _START_TIMEOUT_S = 30.0  # of what takes milliseconds
 _END_TIMEOUT_S = 30.0  # after SIGKILL; a process that waits for a dead disk ends when that answers
 _LOOK_INTERVAL_S = 0.05
 _PIECE_BYTES = 1 << 16
-_SAID_BYTES = 500
+_COMPLAINT_BYTES = 500
 _GATE = ("/bin/sh", "-c", 'echo && read -r _ && exec "$@"', "sandbox")
 """In the sandbox, before the command: it prints an empty line, and reads no more than one."""
 # What process 1 of a sandbox was started with can be read there.
@@ -153,7 +153,7 @@ class Bubblewrap:
         """Writes a file, with the folders above it; SandboxFileError if that cannot be."""
         written = await self.exec(["/bin/sh", "-c", _WRITE, "upload", path], stdin=content, timeout_s=_FILE_TIMEOUT_S)
         if not written.is_success:
-            raise SandboxFileError(f"{path} could not be written in the sandbox: {shown(written.stderr)}")
+            raise SandboxFileError(f"{path} could not be written in the sandbox: {complaint_of(written.stderr)}")
 
     async def download(self, path: str) -> bytes:
         """Reads a file, of `Limits.file_bytes` at most; SandboxFileError if that cannot be."""
@@ -161,7 +161,7 @@ class Bubblewrap:
         command = ["head", "-c", str(limits.output_bytes + 1), "--", path]
         read = await self.exec(command, timeout_s=_FILE_TIMEOUT_S, limits=limits)
         if not read.is_success or read.stdout_dropped_bytes:
-            cause = f"it has more than {limits.output_bytes} bytes" if read.is_success else shown(read.stderr)
+            cause = f"it has more than {limits.output_bytes} bytes" if read.is_success else complaint_of(read.stderr)
             raise SandboxFileError(f"{path} could not be read from the sandbox: {cause}")
         return read.stdout
 
@@ -207,7 +207,7 @@ class Bubblewrap:
 async def _wait_until_held(holder: asyncio.subprocess.Process) -> None:
     assert holder.stdout and holder.stderr, "it was started with pipes"
     if await holder.stdout.readline() != b"held\n":
-        raise SandboxError(f"no namespace of a sandbox's own: {shown(await holder.stderr.read())}")
+        raise SandboxError(f"no namespace of a sandbox's own: {complaint_of(await holder.stderr.read())}")
 
 
 def _limit_options(limits: Limits) -> Iterator[str]:
@@ -272,9 +272,9 @@ def _kill(process: asyncio.subprocess.Process) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def shown(said: bytes) -> str:
+def complaint_of(output: bytes) -> str:
     """What a program has complained of, for an error's message."""
-    return said.decode(errors="replace").strip()[-_SAID_BYTES:] or "it said nothing"
+    return output.decode(errors="replace").strip()[-_COMPLAINT_BYTES:] or "it said nothing"
 
 
 class _Run:
@@ -400,7 +400,7 @@ class _Run:
         if self._cause == "closed":
             raise SandboxError("the sandbox was closed while something ran in it")
         if not self._cause and code is None:
-            raise SandboxError(f"a sandbox did not begin, or was ended from outside: {shown(stderr.content)}")
+            raise SandboxError(f"a sandbox did not begin, or was ended from outside: {complaint_of(stderr.content)}")
         number = code - 128 if code is not None and code > 128 else None
         if not self._cause and number == signal.SIGKILL and _kernel_kills() > self._kernel_kills:
             raise SandboxError("the kernel ran out of memory, and may have ended what ran in a sandbox")

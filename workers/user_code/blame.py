@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 def place_of(error: BaseException) -> str:
     """Where in the user's file it was: "my_rewards.py:12"; "" if it came through none."""
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{shown_path(error.filename)}:{error.lineno}"
+        return f"{short_path(error.filename)}:{error.lineno}"
     return _outermost(traceback.extract_tb(error.__traceback__))
 
 
@@ -67,13 +67,13 @@ def users_traceback(error: BaseException) -> str:
     return printable("".join(line[:LONGEST_CAUSE] for line in lines)[-_LONGEST_TRACEBACK:])
 
 
-def shown_path(file: str) -> str:
+def short_path(file: str) -> str:
     return Path(file).name
 
 
 def _outermost(frames: traceback.StackSummary) -> str:
     """The first line of the user's: below it may be any library; "" if there is none."""
-    return next((f"{shown_path(frame.filename)}:{frame.lineno}" for frame in frames if _is_users(frame.filename)), "")
+    return next((f"{short_path(frame.filename)}:{frame.lineno}" for frame in frames if _is_users(frame.filename)), "")
 
 
 def _is_users(file: str) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 from corral.experiments.inputs.users_code import TriedRow
 from corral.workers.agents.contract import Episode
 from corral.workers.data.side_numbers import side_number
-from corral.workers.user_code.blame import LONGEST_NAME, describe_error, printable, shown_path
+from corral.workers.user_code.blame import LONGEST_NAME, describe_error, printable, short_path
 
 Takes = Literal["answer", "answers", "episodes"]
 
@@ -217,4 +217,4 @@ def _name(function: Callable[..., Any]) -> str:
 def _where(function: Callable[..., Any]) -> str:
     inner: Any = inspect.unwrap(function)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
-    return f"{shown_path(code.co_filename)}:{code.co_firstlineno}" if code is not None else _name(function)
+    return f"{short_path(code.co_filename)}:{code.co_firstlineno}" if code is not None else _name(function)

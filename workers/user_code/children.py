@@ -71,9 +71,9 @@ class RunLostError(RuntimeError):
 class HostError(RuntimeError):
     """No process can be started that runs the user's code; the worker has to start again."""
 
-    def __init__(self, text: str, *, is_said: bool = False) -> None:
+    def __init__(self, text: str, *, is_from_process: bool = False) -> None:
         super().__init__(text)
-        self.is_said = is_said
+        self.is_from_process = is_from_process
         """Whether the process itself reported what failed: nothing but that is evidence against the user's code."""
 
 
@@ -353,7 +353,7 @@ class Children(Closing):
                 watch.add_done_callback(self._watches.discard)
                 return
             if "failed" in first:
-                raise HostError(str(first["failed"]), is_said=True)
+                raise HostError(str(first["failed"]), is_from_process=True)
             if makes_sandboxes:
                 self._hidden = ()  # where secrets are hidden it could make none
                 continue

@@ -64,7 +64,7 @@ def of(holder: Holder, name: str = "x", *, wall_s: int | None = None, **amounts:
 
 
 def said(demand: Demand, *ladder: Limits) -> list[str]:
-    return [excess.said for excess in excesses((demand, ladder))]
+    return [excess.text for excess in excesses((demand, ladder))]
 
 
 def test_accounting_is_read_as_sacctmgr_writes_it() -> None:
@@ -167,7 +167,7 @@ def test_what_runs_together_counts_together_and_each_job_alone() -> None:
     demand, other = Demand(of_job={"cpu": 4}, of_node={"cpu": 2}), Demand(of_job={"cpu": 6}, of_node={"cpu": 6})
 
     def together(limits: Limits, of_other: Limits) -> list[str]:
-        return [excess.said for excess in excesses((demand, [limits]), [(other, [of_other])])]
+        return [excess.text for excess in excesses((demand, [limits]), [(other, [of_other])])]
 
     each = of(Holder.QOS, job={"cpu": 4}, node={"cpu": 2})
     assert together(each, each) == []
@@ -194,7 +194,7 @@ def test_what_runs_together_counts_together_and_each_job_alone() -> None:
 )
 def test_the_jobs_themselves_are_counted(holder: Holder, amounts: Mapping[str, Any], words: str) -> None:
     job = Demand(of_job={}), [of(holder, **amounts)]
-    found = [excess.said for excess in excesses(job, [job, job])]
+    found = [excess.text for excess in excesses(job, [job, job])]
     assert len(found) == bool(words) and words in "".join(found), found
 
 

@@ -534,7 +534,7 @@ def test_a_refusal_of_slurm_is_told_with_its_key_and_what_was_asked_for() -> Non
     plan = _plan(launch={"extra_sbatch_arguments": ["--licenses=a:1", "--nice=x"], "qos": "q"})
 
     def explained(said: str) -> str:
-        error = SlurmError(f"sbatch failed with exit 1: {said}", complaint=complaint_of(said), said=said)
+        error = SlurmError(f"sbatch failed with exit 1: {said}", complaint=complaint_of(said), output=said)
         refusal = explain_refusal(error, plan, ["head: 1 x (3 CPUs, 64 MB)"], command="sbatch --test-only x")
         return refusal.problems[0].showing(plan).render()
 

@@ -287,7 +287,7 @@ def test_the_verdict_on_a_silent_task_is_its_silence() -> None:
 
 def test_the_verdict_on_a_peer_names_the_rank_that_died() -> None:
     machine = started()
-    machine.exited(TaskExit("model_worker/1", 1, said="boom"), 10.0)
+    machine.exited(TaskExit("model_worker/1", 1, message="boom"), 10.0)
     machine.exited(TaskExit("model_worker/0", -9), 10.1)
     assert verdicts(machine) == {
         "model_worker/1": ("exit 1 (boom)", False),
@@ -335,7 +335,7 @@ def test_what_a_stop_ends_is_its_consequence_and_what_ends_the_trial_is_named() 
         "master_worker/0": ("SIGKILL (ended by the supervisor: the attempt ends, STOPPED)", True)
     }
     machine = started()
-    machine.exited(TaskExit("rollout_worker/0", WorkerExit.BAD_CONFIGURATION, said="no data"), 1.0)
+    machine.exited(TaskExit("rollout_worker/0", WorkerExit.BAD_CONFIGURATION, message="no data"), 1.0)
     ends = [machine.exited(TaskExit(task, 0), 2.0) for unit in UNITS for task in unit.tasks]
     assert EndTrial(EndState.FAILED, "rollout_worker/0 exit 2 (no data)", "rollout_worker/0") in ends[-1]
 

@@ -9,7 +9,7 @@ import pytest
 
 from corral.experiments.trial.directory import TrialDirectory
 from corral.experiments.trial.spans import PHASES, STEPS, Span
-from corral.launcher.timeline.sentence import Figures, explain_time, said_of
+from corral.launcher.timeline.sentence import Figures, describe_steps, explain_time
 from tests.launcher.status.test_status import FACTS
 
 MASTER = "master_worker/0"
@@ -94,7 +94,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_sentence_names_what_was_slow(case: str) -> None:
     spans, said = CASES[case]
-    sentence = said_of(spans, FACTS)[0]
+    sentence = describe_steps(spans, FACTS)[0]
     assert said in sentence and sentence.startswith("of ") and " in step 40, " in sentence
 
 
@@ -105,7 +105,7 @@ def test_the_dearest_is_said_first_what_else_was_slow_follows_and_what_took_litt
     assert [share for share, _ in causes] == [0.5, 0.5, 0.45]
     for (_, text), who in zip(causes, ("for its reward", SERVERS[1], "model_worker/1"), strict=True):
         assert who in text
-    assert [line.partition(" ")[0] for line in said_of(spans, FACTS)] == ["of", "besides,", "besides,"]
+    assert [line.partition(" ")[0] for line in describe_steps(spans, FACTS)] == ["of", "besides,", "besides,"]
 
 
 def test_phases_are_cut_to_the_steps_and_make_up_all_of_their_time() -> None:
@@ -121,8 +121,8 @@ def test_phases_are_cut_to_the_steps_and_make_up_all_of_their_time() -> None:
 
 
 def test_nothing_is_said_of_no_step() -> None:
-    assert said_of(ranks(1.0, 2.0), FACTS) == [] and explain_time([]) == []
-    assert said_of(steps(("train", 1.0)), FACTS)[0] == "of 1 s in step 40, nothing stands out"
+    assert describe_steps(ranks(1.0, 2.0), FACTS) == [] and explain_time([]) == []
+    assert describe_steps(steps(("train", 1.0)), FACTS)[0] == "of 1 s in step 40, nothing stands out"
 
 
 def test_more_servers_are_no_advice_where_prompts_are_dropped(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_more_servers_are_no_advice_where_prompts_are_dropped(tmp_path: Path) ->
             for step, number in ((39, 0.0), (40, float(dropped)))
         ]
         facts.directory.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return " ".join(said_of(spans, facts))
+        return " ".join(describe_steps(spans, facts))
 
     assert "20% of the prompts were dropped" in said(2) and "generation servers" not in said(2)
     assert f"rl-logs {facts.name} --errors says why" in said(2)

@@ -41,7 +41,7 @@ def test_every_made_token_is_trained_once_and_every_request_is_what_some_branch_
     trained = [
         token for branch in log.branches for segment in branch.segments if segment.is_trained for token in segment.ids
     ]
-    assert len(trained) == len(set(trained)) == num_made == log.num_made
+    assert len(trained) == len(set(trained)) == num_made == log.num_generated
     assert all(1000 <= token for token in trained)
 
 

@@ -49,8 +49,8 @@ def write_tensors(
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header = _header({name: tensors[name] for name in names})
     pieces = chain([memoryview(header)], _values(tensors[name] for name in names))
-    shown = pieces if on_piece is None else _shown(pieces, on_piece)
-    return write_durable(path, shown, on_progress=on_progress)
+    watched = pieces if on_piece is None else _watched(pieces, on_piece)
+    return write_durable(path, watched, on_progress=on_progress)
 
 
 def stored_slices(directory: Path, stack: ExitStack) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def stored_slices(directory: Path, stack: ExitStack) -> dict[str, Any]:
     return {name: file.get_slice(name) for file in files for name in file.keys()}
 
 
-def _shown(pieces: Iterable[memoryview], to: Callable[[memoryview], None]) -> Iterator[memoryview]:
+def _watched(pieces: Iterable[memoryview], to: Callable[[memoryview], None]) -> Iterator[memoryview]:
     for piece in pieces:
         to(piece)
         yield piece
