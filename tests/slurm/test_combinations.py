@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.trial.log import TrialLog
 from corral.launcher.slurm.client import SlurmClient, SlurmUncertainError
 from corral.launcher.slurm.job_queue import SlurmQueue, is_head_of, submit_once
 from corral.launcher.slurm.own_jobs import OwnJobs
-from corral.launcher.slurm.verdict import Job
 from corral.launcher.submit.prepare import Submission, SubmissionError, prepare_resume
 from corral.launcher.submit.start import start
 from tests.launcher.trials import stop_and_wait, wait_until
@@ -45,9 +43,9 @@ def test_a_trainer_whose_job_is_put_back_takes_its_master_along_and_a_new_superv
 ) -> None:
     trial = make_slurm_trial({"master_worker/0": [ENDLESS, ENDLESS, "steps 1 0"]}, **JOBS)
     trial.submit()
-    wait_for_commits(trial)
-    jobs = {job.job_id for job in alive(trial)}
-    trainer = next(job for job in alive(trial) if job.tag["allocation"] == "model_worker")
+    trial.wait_for_commits()
+    jobs = {job.job_id for job in trial.active_jobs}
+    trainer = next(job for job in trial.active_jobs if job.tag["allocation"] == "model_worker")
     cluster.run("scontrol", "requeue", trainer.job_id)
     wait_until(lambda: len(trial.starts("master_worker/0")) == 2, "the master again")
     assert {event["unit"] for event in trial.events("unit_left")} == {"model_worker", "master_worker/0"}
@@ -56,11 +54,11 @@ def test_a_trainer_whose_job_is_put_back_takes_its_master_along_and_a_new_superv
     wait_until(lambda: len(trial.starts("model_worker/0")) == 2, "the trainer again")
 
     os.kill(trial.events("supervisor_started")[-1]["pid"], signal.SIGKILL)
-    wait_for_end(trial, "COMPLETE")
+    trial.wait_for_end()
     assert {event["allocation"] for event in trial.events("extra_job_adopted")} == set(GROUPS)
     assert {event["job_id"] for event in trial.events("extra_job_running")} <= jobs
     assert len(trial.events("extra_job_submitted")) == len(GROUPS)
-    wait_until(lambda: not alive(trial), "an empty queue")
+    trial.wait_for_empty_queue()
 
 
 def test_a_trial_that_loses_a_component_of_its_job_goes_on_in_a_new_one(
@@ -72,13 +70,13 @@ def test_a_trial_that_loses_a_component_of_its_job_goes_on_in_a_new_one(
     trial.replan(scheduling=trial.plan.scheduling.model_copy(update={"generation_server": elsewhere}))
     assert trial.layout.kind == "hetjob"
     job_id = trial.submit()
-    wait_for_commits(trial)
+    trial.wait_for_commits()
     cluster.run("scancel", f"{job_id}+1")
-    wait_for_end(trial, "COMPLETE")
+    trial.wait_for_end()
     first, second = trial.events("attempt_ended")
     assert "generation_server/0 runs in component 1" in first["cause"] and first["then"] == "successor"
     assert second["state"] == "COMPLETE"
-    wait_until(lambda: not alive(trial), "an empty queue")
+    trial.wait_for_empty_queue()
 
 
 def test_a_controller_that_is_away_when_the_job_starts_is_waited_for(
@@ -95,7 +93,7 @@ def test_a_controller_that_is_away_when_the_job_starts_is_waited_for(
 
     monkeypatch.setattr(SlurmClient, "submit", submit_patiently)
     trial.submit()
-    wait_until(lambda: [job for job in alive(trial) if job.word == "RUNNING"], "the job")
+    wait_until(lambda: [job for job in trial.active_jobs if job.word == "RUNNING"], "the job")
     cluster.stop_controller()
     try:
         go.touch()
@@ -104,15 +102,15 @@ def test_a_controller_that_is_away_when_the_job_starts_is_waited_for(
         wait_until(lambda: "waiting for" in output_of(trial), "the supervisor to wait")
     finally:
         cluster.start_controller()
-    wait_for_end(trial, "COMPLETE")
+    trial.wait_for_end()
 
 
 def test_of_two_resumptions_at_once_one_submits(make_slurm_trial: Any) -> None:
     trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **ONE_NODE)
     trial.submit()
-    wait_for_commits(trial)
+    trial.wait_for_commits()
     assert stop_and_wait(trial.facts).state == "STOPPED"
-    wait_until(lambda: not alive(trial), "an empty queue")
+    trial.wait_for_empty_queue()
     prepared = [prepare_resume(trial.facts) for _ in range(2)]  # both have seen that nobody is there
 
     def resume(submission: Submission) -> str:
@@ -124,7 +122,7 @@ def test_of_two_resumptions_at_once_one_submits(make_slurm_trial: Any) -> None:
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(resume, prepared))
     (job_id,) = [answer for answer in answers if answer.isdigit()]
-    assert [job.job_id for job in alive(trial)] == [job_id]
+    assert [job.job_id for job in trial.active_jobs] == [job_id]
 
 
 def test_a_job_that_sbatch_was_kept_from_naming_is_found(
@@ -142,7 +140,7 @@ def test_a_job_that_sbatch_was_kept_from_naming_is_found(
     is_it = is_head_of(OwnJobs(trial.directory, trial.plan.trial))
     client = SlurmClient(timeout_s=2.0)
     trial.job_id = submit_once(SlurmQueue(client), lambda: client.submit([], script), is_it=is_it)
-    assert [job.job_id for job in alive(trial)] == [trial.job_id]
+    assert [job.job_id for job in trial.active_jobs] == [trial.job_id]
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     cluster.run("scancel", trial.job_id)
     with pytest.raises(SlurmUncertainError, match="did not answer within 2 s"):
@@ -169,15 +167,9 @@ def test_a_users_shell_decides_nothing(make_slurm_trial: Any, tmp_path: Path, mo
         trial.submit()
     finally:
         os.umask(umask)
-    wait_for_end(trial, "COMPLETE")
+    trial.wait_for_end()
     assert len(trial.events("extra_job_running")) == len(GROUPS)
-    wait_until(lambda: not alive(trial), "an empty queue")
-
-
-def alive(trial: SlurmTrial) -> list[Job]:
-    """The trial's jobs that wait or run."""
-    uuid = trial.plan.trial.uuid
-    return [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == uuid and job.is_active]
+    trial.wait_for_empty_queue()
 
 
 def tag_of(trial: SlurmTrial) -> str:
@@ -188,12 +180,3 @@ def output_of(trial: SlurmTrial) -> str:
     """What the job has printed."""
     log = trial.directory.logs_path / f"slurm-{trial.job_id}.log"
     return log.read_text() if log.exists() else ""
-
-
-def wait_for_commits(trial: SlurmTrial) -> None:
-    wait_until(lambda: len(TrialLog(trial.directory.log_path).read().lineage) >= 2, "two commits")
-
-
-def wait_for_end(trial: SlurmTrial, state: str) -> None:
-    ended = wait_until(lambda: trial.events("attempt_ended", then=""), f"the end of the trial; {trial.events()}")
-    assert ended[-1]["state"] == state, trial.events()

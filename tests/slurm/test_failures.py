@@ -43,28 +43,28 @@ def test_a_crashed_node_ends_the_attempt_and_the_next_one_completes_elsewhere(
 ) -> None:
     trial = make_slurm_trial(GROWS_OLD, **THREE_NODES)
     job_id = trial.submit()
-    wait_for_commits(trial)
+    trial.wait_for_commits()
     node = next(event["node"] for event in reversed(trial.events("worker_started")) if event["node"] != head_of(trial))
     crash(cluster, node)
     try:
-        wait_for_end(trial, "COMPLETE")
+        trial.wait_for_end()
     finally:
         cluster.start_node(node)
     assert [end["state"] for end in ends_of(trial)] == ["NODE_FAILED", "COMPLETE"], trial.events()
     assert trial.directory.failed_nodes() == [node]
     assert node not in {event["node"] for event in trial.events("worker_started", attempt=1)}
     assert [event["job_id"] for event in trial.events("submitted")] == [job_id, job_id]  # SLURM itself requeued it
-    wait_until(lambda: not alive(trial), "an empty queue")
+    trial.wait_for_empty_queue()
 
 
 def test_a_crash_of_the_supervisors_own_node_is_survived_too(make_slurm_trial: Any, cluster: Cluster) -> None:
     trial = make_slurm_trial(GROWS_OLD, **THREE_NODES)
     trial.submit()
-    wait_for_commits(trial)
+    trial.wait_for_commits()
     node = head_of(trial)
     crash(cluster, node)
     try:
-        wait_for_end(trial, "COMPLETE")
+        trial.wait_for_end()
     finally:
         cluster.start_node(node)
     assert [end["state"] for end in ends_of(trial)] == ["NODE_FAILED", "COMPLETE"], trial.events()
@@ -78,15 +78,15 @@ def test_a_trial_is_put_back_before_its_first_commit_and_later_from_a_drained_no
     job_id = trial.submit()
     wait_until(lambda: trial.starts("master_worker/0"), "the master")
     cluster.run("scontrol", "requeue", job_id)
-    wait_for_commits(trial)
+    trial.wait_for_commits()
     node = head_of(trial)
     cluster.run("scontrol", "update", f"nodename={node}", "state=drain", "reason=test")
     try:
-        before = commits_of(trial)
-        wait_until(lambda: commits_of(trial) >= before + 3, "three more commits on a draining node")
+        before = trial.num_commits
+        wait_until(lambda: trial.num_commits >= before + 3, "three more commits on a draining node")
         assert [end["state"] for end in ends_of(trial)] == ["REQUEUED"]
         cluster.run("scontrol", "requeue", job_id)
-        wait_for_end(trial, "COMPLETE")
+        trial.wait_for_end()
         assert head_of(trial) != node
         assert [end["state"] for end in ends_of(trial)] == ["REQUEUED", "REQUEUED", "COMPLETE"], trial.events()
         assert [record.is_automatic for record in read_attempts(trial.directory)] == [False, True, True]
@@ -98,9 +98,9 @@ def test_a_preempted_trial_commits_in_the_grace_period_and_goes_on(make_slurm_tr
     trial = make_slurm_trial(GROWS_OLD, **ONE_NODE, launch={"partition": "spot"})
     trial.submit()
     trial.wait_for_workers()
-    wait_for_commits(trial)
+    trial.wait_for_commits()
     take_all_nodes(cluster)
-    wait_for_end(trial, "COMPLETE")
+    trial.wait_for_end()
     assert [end["state"] for end in ends_of(trial)] == ["PREEMPTED", "COMPLETE"], trial.events()
     # Steps got SIGTERM at its beginning, and no exit was a crash: all stayed until the master had committed.
     assert trial.events("unit_restarting") == []
@@ -112,11 +112,11 @@ def test_a_preempted_trial_commits_in_the_grace_period_and_goes_on(make_slurm_tr
 def test_scancel_from_outside_is_final(make_slurm_trial: Any, cluster: Cluster) -> None:
     trial = make_slurm_trial(GROWS_OLD, **ONE_NODE)
     job_id = trial.submit()
-    wait_for_commits(trial)
+    trial.wait_for_commits()
     cluster.run("scancel", job_id)
-    wait_for_end(trial, "CANCELLED")
-    assert jobs_of(trial) == {job_id}
-    wait_until(lambda: not alive(trial), "an empty queue")
+    trial.wait_for_end("CANCELLED")
+    assert [job.job_id for job in trial.jobs] == [job_id]
+    trial.wait_for_empty_queue()
     assert len(read_attempts(trial.directory)) == 1
 
 
@@ -127,9 +127,9 @@ def test_scancel_during_the_hand_over_takes_the_successor_along(make_slurm_trial
     cluster.run("scancel", "--batch", "--signal=USR2", job_id)
     (successor,) = trial.wait_for("successor_submitted")
     cluster.run("scancel", job_id)
-    wait_for_end(trial, "CANCELLED")
-    wait_until(lambda: not alive(trial), "an empty queue")
-    assert str(successor["job_id"]) in jobs_of(trial)
+    trial.wait_for_end("CANCELLED")
+    trial.wait_for_empty_queue()
+    assert str(successor["job_id"]) in {job.job_id for job in trial.jobs}
     assert len(read_attempts(trial.directory)) == 1
 
 
@@ -142,19 +142,19 @@ def test_a_stop_after_the_hand_over_began_wins(make_slurm_trial: Any) -> None:
     )
     trial.wait_for("successor_submitted")
     trial.directory.write_stop_request(StopRequest(requested_at=1.0, by="me@here", now=True, grace_s=60.0))
-    wait_for_end(trial, "STOPPED")
-    wait_until(lambda: not alive(trial), "an empty queue")
+    trial.wait_for_end("STOPPED")
+    trial.wait_for_empty_queue()
     assert not TrialLog(trial.directory.log_path).read().is_handed_over
 
 
 def test_the_time_limit_without_a_warning_still_leads_to_a_successor(make_slurm_trial: Any, cluster: Cluster) -> None:
     trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, **ONE_NODE, launch={"time_limit": "5"})
     job_id = trial.submit()
-    wait_for_commits(trial)
+    trial.wait_for_commits()
     cluster.run("scontrol", "update", f"jobid={job_id}", "TimeLimit=0:01")
     wait_until(lambda: ends_of(trial), "the time limit")
     trial.behave({"master_worker/0": [END_AT_ONCE]})
-    wait_for_end(trial, "COMPLETE")
+    trial.wait_for_end()
     first = ends_of(trial)[0]
     assert (first["state"], first["then"]) == ("TIMED_OUT", "successor"), first
 
@@ -163,7 +163,7 @@ def test_nothing_of_a_trial_outlives_its_keeper(make_slurm_trial: Any) -> None:
     """The cluster does not track processes by cgroups: SLURM alone would let the supervisor and Redis live on."""
     trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, model_workers=1, servers=0)
     trial.submit()
-    wait_for_commits(trial)
+    trial.wait_for_commits()
     keeper = read_lock(lock_path(trial.directory))
     assert keeper is not None
     os.kill(int(keeper["pid"]), signal.SIGKILL)
@@ -177,15 +177,15 @@ def test_a_stopped_controller_kills_nothing_and_a_dead_worker_comes_back(
     supervision = {"max_restarts": 1}  # spent by the kill: what SLURM refuses is no crash
     trial = make_slurm_trial({"master_worker/0": [ENDLESS]}, model_workers=1, servers=1, supervision=supervision)
     trial.submit()
-    wait_for_commits(trial)
+    trial.wait_for_commits()
     pid = wait_until(lambda: trial.starts("generation_server/0"), "the server")[0][0]
     cluster.stop_controller()
     stopped = time.monotonic()
     try:
-        before = commits_of(trial)
+        before = trial.num_commits
         os.kill(pid, signal.SIGKILL)
         trial.wait_for("task_ended", who="generation_server/0", why="could not be started: SLURM did not answer")
-        wait_until(lambda: commits_of(trial) > before + 20, "commits, since it trained all the time")
+        wait_until(lambda: trial.num_commits > before + 20, "commits, since it trained all the time")
     finally:
         cluster.start_controller()
     wait_until(lambda: len(trial.starts("generation_server/0")) >= 2, "the server again")
@@ -194,7 +194,7 @@ def test_a_stopped_controller_kills_nothing_and_a_dead_worker_comes_back(
     assert ends_of(trial) == []
     node = head_of(trial)
     cluster.run("scancel", trial.job_id)
-    wait_for_end(trial, "CANCELLED")
+    trial.wait_for_end("CANCELLED")
     # The step that ended meanwhile says so again only after a minute, and the job is not over before: not ours to wait.
     for state in ("down", "resume"):
         cluster.run("scontrol", "update", f"nodename={node}", f"state={state}", "reason=forget the step")
@@ -215,9 +215,9 @@ def test_a_trial_that_is_submitted_from_inside_a_job_is_none_of_its_steps(
     outer_id, job_id = done.stdout.split()
     assert job_id != outer_id
     trial.submitted(job_id)
-    wait_for_end(trial, "COMPLETE")
+    trial.wait_for_end()
     assert len(read_attempts(trial.directory)) == 1
-    assert jobs_of(trial) == {job_id}
+    assert [job.job_id for job in trial.jobs] == [job_id]
     wait_until(lambda: (SlurmClient().job(job_id) or {}).get("JobState") == "COMPLETED", "SLURM's COMPLETED")
 
 
@@ -226,8 +226,8 @@ def test_steps_that_ignore_sigterm_do_not_hold_up_the_end(make_slurm_trial: Any)
         {"master_worker/0": ["finish 0"], "model_worker/0": ["stubborn"]}, **ONE_NODE, supervision={"stop_grace_s": 1.0}
     )
     trial.submit()
-    wait_for_end(trial, "COMPLETE")
-    wait_until(lambda: not alive(trial), "an empty queue")
+    trial.wait_for_end()
+    trial.wait_for_empty_queue()
     assert trial.processes() == []
 
 
@@ -244,19 +244,6 @@ def take_all_nodes(cluster: Cluster) -> None:
     )  # fmt: skip
 
 
-def wait_for_commits(trial: SlurmTrial) -> None:
-    wait_until(lambda: commits_of(trial) >= 2, "two commits")
-
-
-def wait_for_end(trial: SlurmTrial, *states: str) -> Any:
-    wait_until(lambda: trial.events("attempt_ended", then=""), f"the end of the trial; {trial.events()}")
-    return trial.wait_for_state(*states)
-
-
-def commits_of(trial: SlurmTrial) -> int:
-    return len(TrialLog(trial.directory.log_path).read().lineage)
-
-
 def head_of(trial: SlurmTrial) -> str:
     """The node of the batch step."""
     job = next(job for job in SlurmClient().queue() if job.job_id == trial.job_id)
@@ -265,15 +252,3 @@ def head_of(trial: SlurmTrial) -> str:
 
 def ends_of(trial: SlurmTrial) -> list[dict[str, Any]]:
     return trial.events("attempt_ended")
-
-
-def jobs_of(trial: SlurmTrial) -> set[str]:
-    """Every job of the trial that SLURM still knows."""
-    uuid = trial.plan.trial.uuid
-    return {job.job_id for job in SlurmClient().queue() if job.tag.get("trial_uuid") == uuid}
-
-
-def alive(trial: SlurmTrial) -> list[str]:
-    """Those that wait or run."""
-    uuid = trial.plan.trial.uuid
-    return [job.job_id for job in SlurmClient().queue() if job.tag.get("trial_uuid") == uuid and job.is_active]

@@ -19,13 +19,7 @@ HALF_AND_HALF: dict[str, Any] = {"model_workers": 2, "servers": 2, "gpu": 8}
 
 def extra_jobs_of(trial: SlurmTrial) -> dict[str, Job]:
     """The jobs of a trial's groups that are not over, by group."""
-    jobs = [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == trial.plan.trial.uuid]
-    return {job.tag["allocation"]: job for job in jobs if job.is_staying}
-
-
-def wait_for_end(trial: SlurmTrial) -> None:
-    ended = wait_until(lambda: trial.events("attempt_ended", then=""), f"the end of {trial.facts.name}")
-    assert ended[-1]["state"] == "COMPLETE", trial.events()
+    return {job.tag["allocation"]: job for job in trial.jobs if job.is_staying}
 
 
 def test_two_trials_that_hold_half_of_the_cluster_each_both_complete(make_slurm_trial: Any, cluster: Cluster) -> None:
@@ -48,7 +42,7 @@ def test_two_trials_that_hold_half_of_the_cluster_each_both_complete(make_slurm_
         cluster.run("scontrol", "release", extra_jobs_of(trial)["generation_server"].job_id)
 
     for trial in trials:
-        wait_for_end(trial)
+        trial.wait_for_end()
     given_back = [event for trial in trials for event in trial.events("gang_given_back")]
     assert given_back and all(set(event["missing"]) == {"generation_server"} for event in given_back[:2]), given_back
     for trial in trials:

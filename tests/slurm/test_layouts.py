@@ -18,10 +18,8 @@ from corral.experiments.async_ppo import AsyncPPOExperiment
 from corral.experiments.config.cluster import GroupConfig, LaunchConfig
 from corral.experiments.config.data import DatasetConfig
 from corral.experiments.config.model import ActorModelConfig
-from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.parse import parse_key_values
 from corral.launcher.slurm.srun import step_name
-from corral.launcher.slurm.verdict import Job
 from corral.scheduling.scheduling import ExperimentScheduling
 from corral.scheduling.slurm_formats import expand_host_list
 from tests.launcher.trials import stop_and_wait, wait_until
@@ -102,17 +100,13 @@ def worker_environments(trial: SlurmTrial) -> dict[str, dict[str, str]]:
 def hosts_by_allocation(trial: SlurmTrial, cluster: Cluster) -> dict[int, list[str]]:
     """Nodes of every allocation, as SLURM shows them."""
     if trial.layout.kind == "jobs":
-        jobs_by_name = {job.tag.get("allocation"): job for job in jobs_of(trial)}
+        jobs_by_name = {job.tag.get("allocation"): job for job in trial.jobs}
         names = [allocation.name for allocation in trial.layout.allocations]
         return {index: expand_host_list(jobs_by_name[name].nodes) for index, name in enumerate(names)}
     # Components follow each other by their job ids.
     lines = cluster.run("scontrol", "show", "job", "-o", trial.job_id).stdout.splitlines()
     jobs = sorted((parse_key_values(line) for line in lines), key=lambda job: int(job["JobId"]))
     return {index: expand_host_list(job["NodeList"]) for index, job in enumerate(jobs)}
-
-
-def jobs_of(trial: SlurmTrial) -> list[Job]:
-    return [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == trial.plan.trial.uuid]
 
 
 def check_nodes_and_steps(trial: SlurmTrial, cluster: Cluster, environments: Mapping[str, Mapping[str, str]]) -> None:
@@ -198,7 +192,7 @@ def test_hetjob_puts_every_step_into_its_component(
     environments = worker_environments(trial)
     check_nodes_and_steps(trial, cluster, environments)
     check_gpus(trial, environments)
-    assert {job.tag["allocation"] for job in jobs_of(trial)} >= {"head"}
+    assert {job.tag["allocation"] for job in trial.jobs} >= {"head"}
     partitions = cluster.run("squeue", "-h", "-n", "exp.trial,exp.trial.model_worker", "-o", "%P").stdout.split()
     assert sorted(partitions) == ["debug", "spot"]
     os.kill(trial.starts("model_worker/1")[0][0], signal.SIGKILL)  # a step of a component

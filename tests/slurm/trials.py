@@ -7,10 +7,12 @@ from corral.experiments.own_python import own_python
 from corral.experiments.plan import RunPlan
 from corral.experiments.trial.directory import atomic_write
 from corral.experiments.trial.journal import Journal
+from corral.experiments.trial.log import TrialLog
 from corral.launcher.layout.layout import Layout
 from corral.launcher.slurm.client import SlurmClient
 from corral.launcher.slurm.cluster import SlurmCluster
 from corral.launcher.slurm.own_jobs import OwnJobs
+from corral.launcher.slurm.verdict import Job
 from corral.launcher.status.judge import TrialStatus
 from corral.launcher.status.reader import StatusReader
 from corral.launcher.trial.view import TrialFacts, read_facts
@@ -75,6 +77,30 @@ class SlurmTrial(StubTrial):
     def status(self) -> TrialStatus:
         (status,) = StatusReader().read([self.facts])
         return status
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Every job of the trial that SLURM still knows."""
+        return [job for job in SlurmClient().queue() if job.tag.get("trial_uuid") == self.plan.trial.uuid]
+
+    @property
+    def active_jobs(self) -> list[Job]:
+        """Those that wait or run."""
+        return [job for job in self.jobs if job.is_active]
+
+    @property
+    def num_commits(self) -> int:
+        return len(TrialLog(self.directory.log_path).read().lineage)
+
+    def wait_for_commits(self) -> None:
+        wait_until(lambda: self.num_commits >= 2, "two commits")
+
+    def wait_for_end(self, state: str = "COMPLETE") -> None:
+        wait_until(lambda: self.events("attempt_ended", then=""), f"the end of {self.facts.name}")
+        self.wait_for_state(state)
+
+    def wait_for_empty_queue(self) -> None:
+        wait_until(lambda: not self.active_jobs, "an empty queue")
 
     def wait_for_state(self, *states: str) -> TrialStatus:
         def look() -> TrialStatus | None:
