@@ -1,4 +1,4 @@
-"""What is wrong with an experiment, said so that it can be mended: ConfigProblem (one) -> ConfigError (all of them).
+"""Errors of an experiment, each with a remedy: ConfigProblem (one) -> ConfigError (all of them).
 
 error: trial can never start: it needs 5 nodes, partition 'h100' has 4
   math.yaml:31  groups.rollout_worker.count: 40  (8 a node)
@@ -101,7 +101,7 @@ class UnsatisfiableError(ConfigError):
     exit_code = CommandExit.REFUSED
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """A line of a file, from 1."""
 
     file: Path
@@ -115,13 +115,13 @@ class ConfigSource:
     """Where each value of a configuration came from: a line of a file, or an override on the command line.
 
     file: the experiment file.
-    place_by_path: where each key stands that a file gives, the experiment file or a profile.
+    location_by_path: where each key stands that a file gives, the experiment file or a profile.
     override_by_path: the option of the command line that gave a key: "-s launch.qos=q", "--sbatch-arg=--nice".
     profiles: the profiles that were read, the weakest first.
     """
 
     file: Path | None = None
-    place_by_path: Mapping[KeyPath, Place] = field(default_factory=dict)
+    location_by_path: Mapping[KeyPath, Location] = field(default_factory=dict)
     override_by_path: Mapping[KeyPath, str] = field(default_factory=dict)
     profiles: tuple[Path, ...] = ()
 
@@ -135,22 +135,22 @@ class ConfigSource:
             prefix = path[:length]
             if prefix in self.override_by_path:
                 return shorten(self.override_by_path[prefix])
-            if prefix in self.place_by_path:
-                file, line, _ = self.place_by_path[prefix]
+            if prefix in self.location_by_path:
+                file, line, _ = self.location_by_path[prefix]
                 return f"{display_path(file)}:{line}"
         return display_path(self.file) if self.file is not None else ""
 
     def written(self, path: KeyPath) -> str:
         """A scalar as a file has it at this key, without quotes; "" if it is quoted, or nobody knows."""
-        is_of_file = path in self.place_by_path and not self._is_overridden(path)
-        return self.place_by_path[path].written if is_of_file else ""
+        is_of_file = path in self.location_by_path and not self._is_overridden(path)
+        return self.location_by_path[path].written if is_of_file else ""
 
     def _is_overridden(self, path: KeyPath) -> bool:
         return any(path[:length] in self.override_by_path for length in range(1, len(path) + 1))
 
     def gives(self, path: KeyPath) -> bool:
         """Whether a file or an override has this very key."""
-        return path in self.place_by_path or path in self.override_by_path
+        return path in self.location_by_path or path in self.override_by_path
 
     def first_given(self, *paths: KeyPath) -> KeyPath:
         """The first of the keys that is given, else the first: what to change, of several that decide together."""
@@ -160,7 +160,7 @@ class ConfigSource:
         """What a relative path at this key is relative to: the folder of its file, or the current directory."""
         if self._is_overridden(path):
             return Path.cwd()
-        file = self.place_by_path[path].file if path in self.place_by_path else self.file
+        file = self.location_by_path[path].file if path in self.location_by_path else self.file
         return file.parent if file is not None else Path.cwd()
 
 

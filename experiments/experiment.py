@@ -1,4 +1,4 @@
-"""Experiment: what an experiment file says -> what runs, and on what.
+"""Experiment: an experiment file -> the workers and calls that run, and their data.
 
     experiment.yaml ──► Experiment ──scheduling_setup()──► ExperimentScheduling    counts and resources per worker kind
                           │   └─────specs.py─────────────► every worker's spec     the graph among it

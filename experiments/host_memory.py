@@ -1,4 +1,4 @@
-"""What generation servers and training ranks take of their host's memory -> what their tasks have to ask for.
+"""Host memory of generation servers and training ranks -> the memory that their tasks must request.
 
     model's files ──► bytes of a version as it is served ──┬──► 2 of them in weights.host_directory, if that is memory
                                                            └──► in the server itself, if it has no GPU

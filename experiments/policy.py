@@ -1,4 +1,4 @@
-"""PolicyExperiment: what synchronous and asynchronous PPO share: the roles, and the calls that train them.
+"""PolicyExperiment: the common part of synchronous and asynchronous PPO: the roles, and the calls that train them.
 
     answers ──┬──► actor_inf ───proximal_logprobs──┐     with the decoupled loss and several updates a step
               ├──► ref_inf ─────ref_logprobs───────┤     with a reference model, which may follow the actor (ema)

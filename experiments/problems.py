@@ -1,4 +1,4 @@
-"""What is wrong with an experiment beyond single classes: Experiment -> ConfigProblems, each with the key to change.
+"""Errors of an experiment beyond single classes: Experiment -> ConfigProblems, each with the key to change.
 
 allocation ──► layouts of models, groups on nodes        models, trackers ──► what is there on this machine
 dataset ─────► rows, batches, held-out rows              find_own_problems ──► what a class of the user's own adds

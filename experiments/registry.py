@@ -104,14 +104,14 @@ def load_with_source(
     changes = _parse_overrides(overrides)
     source = ConfigSource(
         file=Path(path),
-        place_by_path=own.place_by_path,
+        location_by_path=own.location_by_path,
         override_by_path={change.path: change.option for change in changes},
         profiles=tuple(profiles),
     )
     with located(source):
         experiment_class = _experiment_class(apply_overrides(own.data, changes))
     merged = merge([*(without(layer, _keys_of_others(layer, experiment_class)) for layer in layers), own])
-    source = replace(source, place_by_path=merged.place_by_path)
+    source = replace(source, location_by_path=merged.location_by_path)
     changes = [as_text_where_asked(change, experiment_class) for change in changes]
     written, source = _with_sbatch_arguments(apply_overrides(merged.data, changes), sbatch_arguments, source)
     written, source = _by_own_names(written, experiment_class, source)
@@ -232,7 +232,7 @@ def _by_own_names(
         data = {**data, above: {own if key == other else key: value for key, value in keys.items()}}
         source = replace(
             source,
-            place_by_path={path if at == (above, other) else at: it for at, it in source.place_by_path.items()},
+            location_by_path={path if at == (above, other) else at: it for at, it in source.location_by_path.items()},
             override_by_path={path if at == (above, other) else at: it for at, it in source.override_by_path.items()},
         )
     return data, source

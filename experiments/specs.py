@@ -1,4 +1,4 @@
-"""Experiment -> the specification of every worker; what its calls, models and keys have to be to each other.
+"""Experiment -> the specification of every worker, after checks that calls, models and keys fit each other.
 
     Experiment ──calls, models───► graph ──checked──► MasterWorkerSpec, a ModelWorkerSpec for each training rank
                ──generation_side─► servers, manager, rollout workers

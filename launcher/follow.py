@@ -1,4 +1,4 @@
-"""What workers print while they print it. Files are read by size, since inotify sees nothing on NFS.
+"""Follows the output of workers. Files are read by size, since inotify sees nothing on NFS.
 
 every 0.3 s: files that are there --read to their end--> whole lines --> "rollout_worker/0 | line"
 has the trial ended? asked before a look, so that what was written before its end is still printed

@@ -1,4 +1,4 @@
-"""What people are shown in a terminal: durations, some of many, text of others made harmless, folded lines. Pure."""
+"""Text for terminals: durations, the first of many items, harmless text of others, folded lines. Pure."""
 
 import re
 import textwrap

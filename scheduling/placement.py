@@ -74,7 +74,7 @@ class NodeShape:
         return -(-cpus // self.threads_per_core) * self.threads_per_core
 
 
-class TaskPlace(NamedTuple):
+class TaskSlot(NamedTuple):
     """Where one task runs."""
 
     node: int
@@ -86,7 +86,7 @@ class TaskPlace(NamedTuple):
 class Placement:
     """Where every worker of a trial runs."""
 
-    places: Mapping[str, TaskPlace]
+    slots: Mapping[str, TaskSlot]
     """By worker id, in the order of the groups and their indices."""
     num_nodes: int
 
@@ -122,8 +122,8 @@ def place(scheduling: Groups, node: NodeShape, *, has_slack: bool = True, max_no
     for kind, index in sorted((task for task in tasks if task[0] not in _ON_FIRST_NODE), key=turn):
         in_turns = not wanted[kind]["gpu"] and kind != "model_worker"
         nodes.put(kind, index, wanted[kind], in_turns=in_turns)
-    places = {worker_id(*task): nodes.places[worker_id(*task)] for task in tasks}
-    return Placement(places=places, num_nodes=nodes.num_nodes)
+    slots = {worker_id(*task): nodes.slots[worker_id(*task)] for task in tasks}
+    return Placement(slots=slots, num_nodes=nodes.num_nodes)
 
 
 def most_tasks_that_fit(
@@ -181,7 +181,7 @@ class _Nodes:
         self._max_nodes = max_nodes
         self._rooms = [dict(empty)]
         self._next_in_turn = 0
-        self.places: dict[str, TaskPlace] = {}
+        self.slots: dict[str, TaskSlot] = {}
 
     @property
     def num_nodes(self) -> int:
@@ -189,7 +189,7 @@ class _Nodes:
 
     def put_on_first(self, kind: WorkerKind, index: int, wanted: Amounts) -> None:
         if lacking := _lacking(self._rooms[0], wanted):
-            beside = sorted({parse_worker_id(worker)[0] for worker in self.places})
+            beside = sorted({parse_worker_id(worker)[0] for worker in self.slots})
             raise PlacementError(
                 f"{kind} must run on node 0 and wants {_words(wanted)}; there are {_words(self._rooms[0])} left on it "
                 f"beside {', '.join(beside)}; lower their cpu or mem",
@@ -224,7 +224,7 @@ class _Nodes:
     def _put(self, number: int, worker: str, wanted: Amounts) -> None:
         room = self._rooms[number]
         first_gpu = self._empty["gpu"] - room["gpu"]
-        self.places[worker] = TaskPlace(number, tuple(range(first_gpu, first_gpu + wanted["gpu"])))
+        self.slots[worker] = TaskSlot(number, tuple(range(first_gpu, first_gpu + wanted["gpu"])))
         for name, amount in wanted.items():
             room[name] -= amount
 

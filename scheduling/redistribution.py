@@ -1,4 +1,4 @@
-"""Who computes on which sequences, who has them, and who needs them -> direct transfers.
+"""The ranks that compute on sequences, those that hold them, and those that need them -> direct transfers.
 
 balanced_partition          time: data-parallel ranks get equal work
 partition_near_owners       time and traffic: as good as equal work, and what need not move stays where it is
@@ -316,16 +316,16 @@ def _near_owners(parts: Sequence[list[int]], costs: Sequence[float], owners: Seq
             owner = owners[index]
             if owner is not None:
                 stays[number, owner] += costs[index]
-    place_by_part: dict[int, int] = {}
+    owner_by_part: dict[int, int] = {}
     used: set[int] = set()
     for number, owner in sorted(stays, key=lambda pair: (-stays[pair], pair)):
-        if number not in place_by_part and owner not in used:
-            place_by_part[number] = owner
+        if number not in owner_by_part and owner not in used:
+            owner_by_part[number] = owner
             used.add(owner)
     free = iter(sorted(set(range(len(parts))) - used))
     placed: list[list[int]] = [[] for _ in parts]
     for number, part in enumerate(parts):
-        placed[place_by_part[number] if number in place_by_part else next(free)] = part
+        placed[owner_by_part[number] if number in owner_by_part else next(free)] = part
     return placed
 
 

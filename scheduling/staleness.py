@@ -224,7 +224,7 @@ class BatchDecision:
 class ReorderWindow:
     """How far a sample may get ahead of older prompts that are still being answered, in prompts.
 
-    A prompt has its place in the order of all passes, and keeps it when it is issued again: which places are missing
+    A prompt has its position in the order of all passes, and keeps it when issued again: which positions are missing
     follows from what is settled and what is ready, whichever workers died or restarted in between.
 
     Example:
@@ -242,29 +242,29 @@ class ReorderWindow:
         self.size = size
         self._prompts = enumerate(prompts)
         self._is_settled = is_settled
-        self._places: dict[str, int] = {}  # in order, as far as the youngest that was asked about
+        self._positions: dict[str, int] = {}  # in order, as far as the youngest that was asked about
 
-    def place_of(self, uid: str) -> int:
-        """Where an unsettled prompt stands among all.
+    def position_of(self, uid: str) -> int:
+        """The position of an unsettled prompt among all prompts.
 
         Raises:
             ValueError: if it is none of them, or was settled when it was passed by.
         """
-        while uid not in self._places:
-            place, other = next(self._prompts, (0, ""))
+        while uid not in self._positions:
+            position, other = next(self._prompts, (0, ""))
             if not other:
                 raise ValueError(f"sample {uid!r} is no prompt of this run that is still to be trained on")
             if not self._is_settled(other):
-                self._places[other] = place
-        return self._places[uid]
+                self._positions[other] = position
+        return self._positions[uid]
 
     def oldest_missing(self, is_ready: Callable[[str], bool]) -> tuple[str, float]:
-        """The prompt that is waited for, and its place; none, and beyond all, if what is ready is the oldest."""
-        for uid, place in list(self._places.items()):
+        """The oldest prompt that is missing, and its position; "" and infinity if the oldest prompt is ready."""
+        for uid, position in list(self._positions.items()):
             if self._is_settled(uid):
-                del self._places[uid]
+                del self._positions[uid]
             elif not is_ready(uid):
-                return uid, place
+                return uid, position
         return "", math.inf
 
 
@@ -306,7 +306,7 @@ class ReadySamples:
         """
         if uid in self:
             raise ValueError(f"sample {uid!r} is ready twice; the second copy had to be turned away")
-        self._orders_by_version[head_version][uid] = self._window.place_of(uid) if self._window else order
+        self._orders_by_version[head_version][uid] = self._window.position_of(uid) if self._window else order
 
     def take(self, *, version: int, eta: int, batch_size: int, remaining: int) -> BatchDecision:
         """Choose the samples of the next train step, and forget them and what is stale.
@@ -337,8 +337,8 @@ class ReadySamples:
             return BatchDecision(batch=None, stale=stale, waiting_for=needed - num_fresh)
         batch, behind = tuple(_oldest_first(fresh)[:needed]), ""
         if self._window is not None and len(self) <= (eta + 1) * batch_size - self._window.size:
-            behind, place = self._window.oldest_missing(self.__contains__)
-            batch = tuple(_oldest_first(fresh, before=place + self._window.size)[:needed])
+            behind, position = self._window.oldest_missing(self.__contains__)
+            batch = tuple(_oldest_first(fresh, before=position + self._window.size)[:needed])
         if len(batch) < needed:
             return BatchDecision(batch=None, stale=stale, waiting_for=needed - len(batch), behind=behind)
         for orders in fresh:

@@ -3,11 +3,11 @@
     answers laid end to end      P P P a a   P P P b b b       T tokens; positions 0 1 2 3 4   0 1 2 3 4 5
                                  └─ Beginnings ─► 3 shared
     row                          P P P a a b b b               R tokens; positions 0 1 2 3 4 3 4 5
-    places of the answers        0 1 2 3 4   0 1 2 5 6 7       [T], into the row
+    indices of the answers       0 1 2 3 4   0 1 2 5 6 7       [T], into the row
     questions                    (P, P) (P, P) (P, a) (a, a) (P, b) (b, b) (b, b)     one for each token with one before
 
 A causal model says the same of tokens that have the same before them. So what it says of a row says all of the answers:
-each token but the first is asked for once, by the place before it, and the answers share what they have in common.
+each token but the first is asked for once, by the token before it, and the answers share what they have in common.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ from corral.scheduling.packing import pack_first_fit_decreasing
 from corral.workers.data.sequence_sample import SequenceSample, answer_slices
 
 Array = npt.NDArray[Any]
-Places = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 
 class PromptGroup(NamedTuple):
@@ -51,10 +51,10 @@ class SharedRow(NamedTuple):
 
     groups: tuple[PromptGroup, ...]
     """The whole row, from its beginning."""
-    places: Tensor
-    """[T] int64: where each token of the answers, laid end to end, is in the row."""
+    indices: Tensor
+    """[T] int64: the index in the row of each token of the answers, laid end to end."""
     predicting: Tensor
-    """[Q] int64: places in the row whose logits predict `labels`."""
+    """[Q] int64: indices in the row whose logits predict `labels`."""
     labels: Tensor
     """[Q] int64: the tokens of the row that have one before them."""
     questions: Tensor
@@ -142,27 +142,27 @@ def shared_row(groups: tuple[PromptGroup, ...], input_ids: Tensor) -> tuple[Tens
     Returns:
         [R] int64, the token of the answers that each token of the row is; and the row.
     """
-    sources: list[Places] = []
-    places: list[Places] = []
-    token = place = 0
+    sources: list[Indices] = []
+    indices: list[Indices] = []
+    token = index = 0
     for group in groups:
-        shared = np.arange(place, place + group.shared)
+        shared = np.arange(index, index + group.shared)
         sources.append(np.arange(token, token + group.shared))
-        place += group.shared
+        index += group.shared
         for own in group.own:
             sources.append(np.arange(token + group.shared, token + group.shared + own))
-            places += [shared, np.arange(place, place + own)]
+            indices += [shared, np.arange(index, index + own)]
             token += group.shared + own
-            place += own
-    source_of, place_of = np.concatenate(sources), np.concatenate(places)
+            index += own
+    source_of, index_of = np.concatenate(sources), np.concatenate(indices)
     lengths = [group.shared + own for group in groups for own in group.own]
     following = np.delete(np.arange(token), [0, *accumulate(lengths[:-1])])  # all but the first of each answer
-    # A place of the row follows one place only, whichever answer is read: it stands for the pair.
-    asked, one_of_each, questions = np.unique(place_of[following], return_index=True, return_inverse=True)
-    predicting = place_of[following - 1][one_of_each]
+    # A token of the row follows one token only, whichever answer is read: it stands for the pair.
+    asked, one_of_each, questions = np.unique(index_of[following], return_index=True, return_inverse=True)
+    predicting = index_of[following - 1][one_of_each]
     labels = input_ids[source_of[asked]]
     return torch.from_numpy(source_of), SharedRow(
-        groups, torch.from_numpy(place_of), torch.from_numpy(predicting), labels, torch.from_numpy(questions)
+        groups, torch.from_numpy(index_of), torch.from_numpy(predicting), labels, torch.from_numpy(questions)
     )
 
 
@@ -240,8 +240,8 @@ class _SharedPromptAttention(torch.autograd.Function):
         of_inputs = [torch.zeros_like(tensor) for tensor in saved[:3]]
         for piece in (*_within_segments(ctx.groups), *_on_prompts(ctx.groups)):
             parts = _gradients(piece, gradients[0], saved, ctx.scale)
-            for whole, part, place in zip(of_inputs, parts, (piece.queries, piece.keys, piece.keys), strict=True):
-                whole[:, :, place] += in_row(part)
+            for whole, part, index in zip(of_inputs, parts, (piece.queries, piece.keys, piece.keys), strict=True):
+                whole[:, :, index] += in_row(part)
         return *of_inputs, None, None
 
 

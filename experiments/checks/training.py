@@ -1,4 +1,4 @@
-"""Checks of the training side: who trains which role, in which layout -> ConfigProblems, each with the key to change.
+"""Checks of the training side: roles, their ranks and layouts -> ConfigProblems, each with the key to change.
 
 allocation "actor=fsdp:d2c2" ──► backend and layout of each role ──┬── built in this version
                                                                    └── the role's model: it can be divided so

@@ -1,4 +1,4 @@
-"""How long a trial trains, and what it writes when."""
+"""Length of a trial, and the schedule of its commits, exports and evaluations."""
 
 from typing import Annotated, Any
 

@@ -1,4 +1,4 @@
-"""What is learned from: rows, with a prompt and what reward or loss want beside it.
+"""Training data: rows with a prompt, and the fields that a reward or a loss reads beside it.
 
 path, hub ──rows──► slice ──transform──► columns ──► prompts, answers, conversations, pairs
 sources: {name: the same, weight} ──► one order of all of them

@@ -1,4 +1,4 @@
-"""What is trained: where a model's weights come from, how they are held, how they are updated."""
+"""Models: where their weights come from, how ranks hold them, how they are updated."""
 
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias

@@ -1,4 +1,4 @@
-"""Algorithms by their names: each is what it sets of `ppo`, beneath what the file says.
+"""Algorithms by name: each is a set of defaults for `ppo`, which the experiment file overrides.
 
     ppo: {algorithm: dapo, eps_clip: 0.1}  ──with_preset──►  the settings of DAPO, but for eps_clip
     rollout.sampling.max_new_tokens        ──fill_in──────►  lengths that it reads; sampling that belongs to it

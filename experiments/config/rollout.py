@@ -1,4 +1,4 @@
-"""How answers are made and judged: sampling, the staleness bound, agents and rewards."""
+"""Rollouts: sampling, the staleness bound, agents and rewards."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a trial's numbers are handed to while it runs."""
+"""Trackers, which receive a trial's numbers while it runs."""
 
 import re
 from collections.abc import Mapping

@@ -238,7 +238,7 @@ class Dataset(Mapping[str, DatasetRow]):
         return cls(opened)
 
     @cached_property
-    def _place_by_id(self) -> dict[str, tuple[int, int] | int]:
+    def _position_by_id(self) -> dict[str, tuple[int, int] | int]:
         """Source and number of each row; of the only source, the number alone, which takes less memory."""
         if len(self.sources) == 1:
             return cast(dict[str, tuple[int, int] | int], self.sources[0].index.numbers)
@@ -250,20 +250,20 @@ class Dataset(Mapping[str, DatasetRow]):
         Raises:
             ValueError: if there is something wrong with the row.
         """
-        place = self._place_by_id[row_id]
-        at, number = (0, place) if isinstance(place, int) else place
+        position = self._position_by_id[row_id]
+        at, number = (0, position) if isinstance(position, int) else position
         row = self.sources[at].read(number, row_id)
         assert row is not None, row_id  # lines that are no rows have no names
         return row
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._place_by_id)
+        return iter(self._position_by_id)
 
     def __len__(self) -> int:
-        return len(self._place_by_id)
+        return len(self._position_by_id)
 
     def __contains__(self, row_id: object) -> bool:
-        return row_id in self._place_by_id
+        return row_id in self._position_by_id
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a row says: its fields -> prompt, answers, name; by the columns of its source, and by what rows have to be.
+"""Fields of a row -> prompt, answers, name; by the columns of its source, and by the form that rows must have.
 
     prompts         prompt, and an answer if there is one
     answers         prompt, answer

@@ -1,4 +1,4 @@
-"""What rl-submit asks about a user's own code, and what the process that imports it answers: two files of JSON.
+"""Questions of rl-submit about a user's own code, and the answers of the process that imports it: two files of JSON.
 
 users_process ── Question ──► python -m corral.workers.user_code ── Findings ──► ConfigError, keys, or files to keep
 """

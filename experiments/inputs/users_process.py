@@ -1,4 +1,4 @@
-"""The process that a user's own code is imported in at submission, and what it says of the keys.
+"""The process that imports a user's own code at submission, and its report on the keys.
 
     Question ──► python -m corral.workers.user_code look, in users_root() ──► Findings ──► problems under keys
                                                                                  └──► Declared: the plan, the calls

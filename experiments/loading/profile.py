@@ -1,4 +1,4 @@
-"""Cluster profiles: what a site and a user set once for all experiments, beneath the experiment file.
+"""Cluster profiles: settings of a site and of a user for all experiments, which the experiment file overrides.
 
     /etc/corral/profile.yaml  <  ~/.config/corral/profile.yaml  <  --profile NAME  <  experiment.yaml  <  -s key=value
     ($CORRAL_SITE_PROFILE)       ($XDG_CONFIG_HOME)                (profiles/NAME.yaml)
@@ -21,7 +21,7 @@ from corral.experiments.errors import (
     ConfigProblem,
     ConfigSource,
     KeyPath,
-    Place,
+    Location,
     did_you_mean,
     shorten,
     show_value,
@@ -40,7 +40,7 @@ class Layer:
     """Values of a file, or of several on top of each other, and where each of their keys stands."""
 
     data: dict[str, Any]
-    place_by_path: dict[KeyPath, Place]
+    location_by_path: dict[KeyPath, Location]
 
 
 def find_profiles(wanted: str | None = None) -> list[Path]:
@@ -60,8 +60,8 @@ def find_profiles(wanted: str | None = None) -> list[Path]:
 
 def read_layer(file: Path, *, what: str = EXPERIMENT_FILE) -> Layer:
     """A file by the rules of `read_yaml`."""
-    data, place_by_path = read_yaml(file, what=what)
-    return Layer(data=data, place_by_path=place_by_path)
+    data, location_by_path = read_yaml(file, what=what)
+    return Layer(data=data, location_by_path=location_by_path)
 
 
 def read_profile(file: Path) -> Layer:
@@ -71,7 +71,7 @@ def read_profile(file: Path) -> Layer:
         ConfigError: naming the file, and the line where there is one.
     """
     layer = read_layer(file, what="profile")
-    source = ConfigSource(file=file, place_by_path=layer.place_by_path)
+    source = ConfigSource(file=file, location_by_path=layer.location_by_path)
     wrong = [key for key in KEYS_OF_ONE_EXPERIMENT if key in layer.data]
     if wrong:
         raise ConfigError(
@@ -98,13 +98,13 @@ def without(layer: Layer, unwanted: Sequence[KeyPath]) -> Layer:
 def merge(layers: Sequence[Layer]) -> Layer:
     """All layers as one, later ones on top."""
     data: dict[str, Any] = {}
-    place_by_path: dict[KeyPath, Place] = {}
+    location_by_path: dict[KeyPath, Location] = {}
     for layer in layers:
         data = merged(data, layer.data)
-        place_by_path |= layer.place_by_path
+        location_by_path |= layer.location_by_path
     # Items of a list and keys of a mapping that was replaced as a whole, or left out, came from nowhere.
-    found = {path: place for path, place in place_by_path.items() if value_at(data, path, _NOWHERE) is not _NOWHERE}
-    return Layer(data=data, place_by_path=found)
+    found = {path: at for path, at in location_by_path.items() if value_at(data, path, _NOWHERE) is not _NOWHERE}
+    return Layer(data=data, location_by_path=found)
 
 
 def _site_profile() -> list[Path]:

@@ -18,7 +18,7 @@ from corral.experiments.errors import (
     ConfigError,
     ConfigProblem,
     KeyPath,
-    Place,
+    Location,
     display_path,
     dotted,
     shorten,
@@ -56,7 +56,7 @@ _HINTS = {
 """Where there is no file, and where it holds no mapping, by the kind of file."""
 
 
-def read_yaml(path: Path, *, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[KeyPath, Place]]:
+def read_yaml(path: Path, *, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[KeyPath, Location]]:
     """The content of a file, and where each key stands; `what` names the kind of file in errors.
 
     Raises:
@@ -74,7 +74,7 @@ def read_yaml(path: Path, *, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[Key
     return parse_yaml(content, file=path, what=what)
 
 
-def parse_yaml(content: bytes, *, file: Path, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[KeyPath, Place]]:
+def parse_yaml(content: bytes, *, file: Path, what: str = EXPERIMENT_FILE) -> tuple[Any, dict[KeyPath, Location]]:
     """As `read_yaml`, of content that was read from `file`. The top level must be a mapping."""
     name = display_path(file)
     if len(content) > MAX_FILE_BYTES:
@@ -99,7 +99,7 @@ def parse_yaml(content: bytes, *, file: Path, what: str = EXPERIMENT_FILE) -> tu
             hint=_HINTS[what][1],
         )
     written = builder.written_by_path
-    return value, {path: Place(file, line, written.get(path, "")) for path, line in builder.line_by_path.items()}
+    return value, {path: Location(file, line, written.get(path, "")) for path, line in builder.line_by_path.items()}
 
 
 def parse_value(text: str, *, place: str) -> Any:

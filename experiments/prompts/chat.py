@@ -40,7 +40,7 @@ from corral.experiments.prompts.chat_template import (
     unwritten,
 )
 from corral.experiments.prompts.messages import Message, ToolSchema, plain_messages, with_text_arguments
-from corral.experiments.prompts.tokens import encode_answer, eos_token_ids, first_place, load_tokenizer
+from corral.experiments.prompts.tokens import encode_answer, eos_token_ids, first_index, load_tokenizer
 from corral.experiments.prompts.tool_calls import ToolCall
 from corral.scheduling.errors import RuleError
 
@@ -192,7 +192,7 @@ class ChatRenderer:
         for number, message in enumerate(plain[num_given:], num_given):
             if message["role"] != "assistant":
                 continue
-            first, last = self._place_of(text, plain, number, tools=tools)
+            first, last = self._span_of(text, plain, number, tools=tools)
             asked = self.template.render(plain[:number], tools=tools)
             start = len(asked)
             if not text.startswith(asked):
@@ -206,7 +206,7 @@ class ChatRenderer:
                         _ALONE,
                     )
                 start = found + len(begins)
-            bound = self._place_of(text, plain, number + 1, tools=tools)[0] if number + 1 < len(plain) else len(text)
+            bound = self._span_of(text, plain, number + 1, tools=tools)[0] if number + 1 < len(plain) else len(text)
             behind = [(token, span) for token, span in tokens if span[1] > last and span[0] < bound]
             ends = [span for token, span in behind if token in self.stop_token_ids]
             # Where an answer of the history ends otherwise than the last one, it is with a mark of the same kind.
@@ -268,7 +268,7 @@ class ChatRenderer:
         text = self._asked([*before, stand_in, *following], tools=tools, continues=bool(following))
         if history and not _is_rendered(answer, self.template.render([*before, answer, *following], tools=tools)):
             return None  # the template leaves out some of it, such as thoughts that it knows and nobody else does
-        answer_end = first_place(text, map(self.tokenizer.id_to_token, self.stop_token_ids), len(asked))
+        answer_end = first_index(text, map(self.tokenizer.id_to_token, self.stop_token_ids), len(asked))
         if not text.startswith(asked) or answer_end == len(text):
             return None
         rendered = text[len(asked) : answer_end]
@@ -351,7 +351,7 @@ class ChatRenderer:
                     f"the model's chat template does not write {what}", "leave them out, or use another model"
                 )
 
-    def _place_of(
+    def _span_of(
         self, text: str, plain: list[dict[str, Any]], number: int, *, tools: Sequence[ToolSchema]
     ) -> tuple[int, int]:
         """Where in a conversation stands what a message says, and its calls: where the text differs from that with

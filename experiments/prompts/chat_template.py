@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from corral.experiments.prompts.messages import Message, ToolSchema, json_text, with_text_arguments
 from corral.experiments.prompts.spelled_calls import SpelledCallForm, spelled_form_in
-from corral.experiments.prompts.tokens import first_place, read_settings
+from corral.experiments.prompts.tokens import first_index, read_settings
 from corral.experiments.prompts.tool_calls import (
     PROBED_ARGUMENTS,
     PROBED_ID,
@@ -298,4 +298,4 @@ def _called(template: ChatTemplate, *each: Mapping[str, Any], ends: Collection[s
         return ""
     both = re.sub(r"<[^>]*\Z", "", os.path.commonprefix([asked, text]))  # not in the middle of a mark
     behind = text[len(both) :]
-    return behind[: first_place(behind, ends, max(behind.find(PROBED_NAME), 0))]
+    return behind[: first_index(behind, ends, max(behind.find(PROBED_NAME), 0))]

@@ -100,7 +100,7 @@ def answer_text(tokenizer: Any, ids: Sequence[int], *, ends: Collection[int] = (
     return text if text.startswith(" " * num_blanks) else f" {text}"
 
 
-def first_place(text: str, marks: Iterable[str], start: int = 0) -> int:
+def first_index(text: str, marks: Iterable[str], start: int = 0) -> int:
     """Where the first of some marks begins in a text; the end of the text if it has none of them."""
     return min((at for mark in marks if (at := text.find(mark, start)) >= 0), default=len(text))
 

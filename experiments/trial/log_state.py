@@ -1,4 +1,4 @@
-"""What the entries of a trial log mean: a pure fold from entries to who may commit, and onto what.
+"""The meaning of a trial log: a pure fold from its entries to the writer that may commit, and the commit to build on.
 
       claim, commit, fallback
                +----+

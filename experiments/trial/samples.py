@@ -1,4 +1,4 @@
-"""samples/: what the trainer keeps for people to read, one file a step and data-parallel rank.
+"""samples/: answers that the trainer keeps for people to read, one file per step and data-parallel rank.
 
 samples/step-00000040-e2-r0.parquet     of train step 40, as epoch 2 has trained it
 """

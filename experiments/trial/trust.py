@@ -1,4 +1,4 @@
-"""How a server of a trial proves itself before anything secret is said to it.
+"""How a server of a trial proves itself before a client sends it a secret.
 
     rl-submit, a resume --new_identity--> {trial}/secrets/server.pem: private key, certificate of its own
     server: Trust.server() --TLS 1.3--> client: Trust.client(), which takes that certificate and no other

@@ -1,4 +1,4 @@
-"""A worker's record: what it says about itself in name-resolve, and what rl-status reads there.
+"""A worker's record: its state, which it publishes in name-resolve and rl-status reads there.
 
 worker --Presence, at most twice a second--> workers/{kind}/{index}, JSON --rl-status--> a row, and who waits for whom
 

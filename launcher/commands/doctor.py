@@ -1,4 +1,4 @@
-"""rl-doctor: will trials run here, and if not, what is to be done."""
+"""rl-doctor: checks whether trials can run here, and names the remedies if not."""
 
 import json
 from dataclasses import asdict

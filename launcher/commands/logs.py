@@ -1,4 +1,4 @@
-"""rl-logs: what workers print, and what went wrong first."""
+"""rl-logs: the output of workers, and the first failure."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""rl-samples: what the model said that was trained on."""
+"""rl-samples: the answers that were trained on."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""What one node of the probe job finds out about itself and the way to others; rl-doctor judges the answers.
+"""The check of one node of the probe job, of the node itself and its network; rl-doctor judges the answers.
 
     python -m corral.launcher.doctor.node FOLDER RANK NUM_NODES      on each node, as one task of a step
 

@@ -1,4 +1,4 @@
-"""Which versions of a trial's weights can be evaluated, and what a request for one says.
+"""The versions of a trial's weights that can be evaluated, and the request for one evaluation.
 
     exports/step-*, final, best    --+
     commits of the trial log       --+--> by step --choose--> [Weights] --write_requests--> eval/step-*.request.json

@@ -218,7 +218,7 @@ def _place_pool(
     shape = _shape(plan, pool.needs.partition, shapes)
     placement = _place(plan, pool.groups, shape, role=role, max_nodes=max_nodes)
     steps: dict[str, Step] = {}
-    for placed, (node, gpus) in placement.places.items():
+    for placed, (node, gpus) in placement.slots.items():
         kind, index = parse_worker_id(placed)
         task = pool.groups[kind].scheduling
         steps[worker_id(kind, index + (pool.elastic_index or 0))] = Step(

@@ -1,4 +1,4 @@
-"""rl-logs --errors: what ended the trial, or the newest failure that it has not recovered from; then all the others.
+"""rl-logs --errors: the failure that ended the trial, or its newest one without recovery; then all other failures.
 
     TrialView: ends of tasks, -----+
                nodes that failed, -+--> Incidents in time --cause--> text

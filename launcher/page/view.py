@@ -1,4 +1,4 @@
-"""TrialViews: what the page says of its trials, each read again only where its files have grown.
+"""TrialViews: the data of the page, for each trial read again only where its files have grown.
 
     metrics.jsonl ──► curves, where the time of steps goes      plan.json ──► graph of calls, settings
     events.jsonl  ──► events                                    samples/  ──► answers          TrialStatus ──► words

@@ -1,4 +1,4 @@
-"""What accounting lets a user do: accounts, QOS, and the limits of both.
+"""SLURM accounting: a user's accounts and QOS, and the limits of both.
 
 scontrol show config --keeps accounts?--> sacctmgr show user, qos, assoc --parse_*--> Accounts --ladder--> [Limits]
 

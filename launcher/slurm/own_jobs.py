@@ -1,4 +1,4 @@
-"""Which jobs of a user are a trial's, and as what: by the comment, or by id and name where a site rewrites comments.
+"""A trial's jobs among those of a user: found by the comment, or by id and name where a site rewrites comments.
 
 submission --job id--> control/jobs/7.json   {"name": "exp.trial", "allocation": "head", "attempt": 0, "after": ""}
 

@@ -66,7 +66,7 @@ exec "$@"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlace:
+class StepSlot:
     """A step of the layout, and what is around it where it runs now."""
 
     step: Step
@@ -86,15 +86,15 @@ def step_name(worker: str) -> str:
     return worker.replace("/", "-")
 
 
-def srun_command(worker: str, contained: ContainedCommand, place: StepPlace, *, counts_gpus: bool = True) -> list[str]:
+def srun_command(worker: str, contained: ContainedCommand, slot: StepSlot, *, counts_gpus: bool = True) -> list[str]:
     """The srun that carries one worker.
 
     Args:
         counts_gpus: whether SLURM gives out GPUs here; else a node comes with all of them.
     """
-    step, running = place.step, place.running
+    step, running = slot.step, slot.running
     is_sliced = step.gpus > 0 and step.gpu_binding == "slice" and counts_gpus
-    gpu_options, prefix = _gpu_part(step, place.node_gpus, counts_gpus=counts_gpus)
+    gpu_options, prefix = _gpu_part(step, slot.node_gpus, counts_gpus=counts_gpus)
     return [
         "srun",
         f"--jobid={running.job_id}",
@@ -104,9 +104,9 @@ def srun_command(worker: str, contained: ContainedCommand, place: StepPlace, *, 
         *(["--overlap"] if is_sliced else []),
         "--nodes=1",
         "--ntasks=1",
-        f"--nodelist={place.host}",
+        f"--nodelist={slot.host}",
         # Overlapping steps get the same cores, as SLURM counts theirs as free: each asks for all that they have.
-        f"--cpus-per-task={place.sliced_cpus if is_sliced else step.cpus}",
+        f"--cpus-per-task={slot.sliced_cpus if is_sliced else step.cpus}",
         *([f"--mem={step.mem_mb}M"] if step.mem_mb else []),
         *gpu_options,
         "--kill-on-bad-exit=1",
@@ -263,13 +263,13 @@ class SrunRunner:
         self._signals = StepSignals(self.client)
 
     def start(self, worker: str, command: Sequence[str], *, environment: Mapping[str, str], log_path: Path) -> SrunTask:
-        place = self.place_of(worker)
+        slot = self.slot_of(worker)
         if worker in self._tasks:
-            self._check_component(worker, place.running)
+            self._check_component(worker, slot.running)
         contained = self._contain(worker, command, environment)
         counts_gpus = self.trial.plan.cluster.gpu_request != "none"
         process = start_process(
-            srun_command(worker, contained, place, counts_gpus=counts_gpus),
+            srun_command(worker, contained, slot, counts_gpus=counts_gpus),
             environment={**clean_environment(), **contained.environment, "SLURM_EXIT_ERROR": str(EXIT_OF_SRUN)},
             log_path=log_path,
             preexec_fn=die_with_parent(signal.SIGTERM),  # SIGKILL of srun could leave its step running
@@ -277,16 +277,16 @@ class SrunRunner:
         self._tasks[worker] = SrunTask(
             process,
             name=step_name(worker),
-            node=place.host,
+            node=slot.host,
             signals=self._signals,
-            job_id=place.running.steps_job_id,
+            job_id=slot.running.steps_job_id,
         )
         return self._tasks[worker]
 
     def signal(self, workers: Collection[str], *, kill: bool) -> None:
         signal_tasks([self._tasks[worker] for worker in workers], self._signals, kill=kill)
 
-    def place_of(self, worker: str) -> StepPlace:
+    def slot_of(self, worker: str) -> StepSlot:
         """Where a worker would run now.
 
         Raises:
@@ -308,7 +308,7 @@ class SrunRunner:
             for other in self.trial.layout.steps.values()
             if (other.allocation, other.node_index, other.gpu_binding) == (step.allocation, step.node_index, "slice")
         ]
-        return StepPlace(
+        return StepSlot(
             step=step,
             running=running,
             node_gpus=allocation.gpus_per_node,
@@ -317,7 +317,7 @@ class SrunRunner:
 
     def bind_address(self, worker: str) -> str:
         asked = self.trial.plan.cluster.bind_address
-        return asked if asked != "auto" else self.address_of(self.place_of(worker).host)
+        return asked if asked != "auto" else self.address_of(self.slot_of(worker).host)
 
     def address_of(self, host: str) -> str:
         if host not in self._address_by_host:

@@ -1,4 +1,4 @@
-"""What SLURM's words for a job mean for a trial. Each has an answer: an unknown one becomes UNKNOWN, never an error.
+"""The meaning of SLURM's job states for a trial. A state that is not known becomes UNKNOWN, never an error.
 
 squeue -o QUEUE_FORMAT --jobs_of_squeue--> Job      `scontrol show job` --job_of_scontrol--> Job
 (state, reason, what else is known) --judge_job--> a word of TrialState in trial/words.py, and advice

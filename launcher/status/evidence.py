@@ -1,4 +1,4 @@
-"""What can be known about a trial at one moment, as plain data: the reader fills it in, the judges only look at it.
+"""The evidence about a trial at one moment, as plain data: the reader fills it in, the judges only look at it.
 
 jobs of OwnJobs --find_jobs--+-- allocation head: this attempt's job, its successor, or a zombie of an earlier one
                              +-- another allocation: an extra job

@@ -1,4 +1,4 @@
-"""What rl-status prints: one page for all trials, or for one.
+"""The output of rl-status: one page for all trials, or for one.
 
 fileroot --list_trials--> trials that ended long ago: counted -----------------------+
                           the others --StatusReader--> what is known of each --------+--> rows --> page

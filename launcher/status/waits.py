@@ -1,4 +1,4 @@
-"""Who waits for whom, and since when: what workers say they wait for is followed to the one that everything hangs on.
+"""Chains of waiting workers, with times: the reports of workers lead to the worker that all others wait for.
 
     master_worker/0 in `wait for a batch` 40s, 3 more of 8 trajectories
       -> rollout_worker/1 in `generate` 38s

@@ -1,4 +1,4 @@
-"""Who asks the cluster for what, and under which key of the configuration each value stands.
+"""Requests to the cluster by group of workers, with the configuration key of each value.
 
 groups, elastic parts, launch --asks_of--> [Ask] --check_values--> time limits fit the signal before the end,
                                                                   nodes are not excluded

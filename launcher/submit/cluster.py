@@ -1,4 +1,4 @@
-"""What the checks before a submission know of a cluster: a few questions, more where a trial names more.
+"""Facts of a cluster for the checks before a submission: a few questions, more where a trial names more.
 
 scontrol show config                      -> how memory is counted, whether there is accounting
 scontrol show partition, node, sinfo      -> partitions, nodes of those that the trial names, with what jobs get of them

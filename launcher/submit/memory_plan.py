@@ -1,4 +1,4 @@
-"""RunPlan -> what every GPU of a trial holds at its worst moment -> one table for people.
+"""RunPlan -> the peak memory of every GPU of a trial -> one table for people.
 
     roles of a rank, calls of the step ─┐
     model directories (config.json) ────┼─► one GpuUse for all ranks that hold the same models in the same layouts

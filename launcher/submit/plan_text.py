@@ -1,4 +1,4 @@
-"""RunPlan, Layout -> what people read before they submit: how many steps, what runs on which nodes, what a step does.
+"""RunPlan, Layout -> the summary before a submission: number of steps, workers by node, calls of a step.
 
 plan     hetjob: 2 components, 3 nodes (groups ask for different nodes: partition ...)
            head          2 x 9 CPUs, 4 GPUs, 33 GiB; partition h100, time 24:00:00

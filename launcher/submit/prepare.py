@@ -1,4 +1,4 @@
-"""From a file to what can be started: everything is checked, and nothing is written.
+"""From an experiment file to a submission that can start: checks everything, and writes nothing.
 
 experiment.yaml --load_with_source--> Experiment --make_run_plan--> RunPlan --checks--> Submission
 a trial that has ended --its plan, its log--> Submission of the next attempt, on other ranks if so asked for

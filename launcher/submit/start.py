@@ -1,4 +1,4 @@
-"""From what was checked to what runs: the trial directory is made, then something starts.
+"""From a checked submission to a running trial: makes the trial directory, then starts jobs or processes.
 
     Submission --create--> trial directory: config.yaml, plan.json
                --start, local-->  secrets, control/attempt-0.json, keeper and supervisor, set free from the terminal

@@ -1,4 +1,4 @@
-"""How one attempt ends: requests, the cluster's word and the last exit go in; what follows, and records, come out.
+"""How one attempt ends: requests, the cluster's answer and the last exit go in; records and the next action come out.
 
              time nearly up, preempted, nodes lost,                 nothing runs any more:
              rl-stop --requeue, our job is ended                    our job is requeued, a successor waits

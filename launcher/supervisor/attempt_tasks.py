@@ -1,4 +1,4 @@
-"""What runs of an attempt: its workers, trackers and Redis server, from their starts to their exits.
+"""The processes of an attempt: its workers, trackers and Redis server, from their starts to their exits.
 
 start --TaskRunner, RedisServer--> processes --collect--> TaskExit: who, with what, why
                 +--refused: a TaskExit too, at the next collect

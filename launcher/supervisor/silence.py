@@ -1,4 +1,4 @@
-"""Who has said nothing for too long: looks at the leased records of an attempt's workers in, the silent ones out.
+"""Workers without a heartbeat for too long: the leased records of an attempt's workers in, the silent workers out.
 
 Redis --LeaseWatch, a thread, every two seconds--> records, or None where it does not answer --Silence, pure--> who
     its beat has moved: 0 s      it has not: + the time since the look before

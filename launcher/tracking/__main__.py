@@ -1,4 +1,4 @@
-"""What the supervisor runs for each tracker of a trial, as a process of its own.
+"""The process of one tracker of a trial, which the supervisor starts.
 
 python -m corral.launcher.tracking TRIAL_DIRECTORY NAME tracker/0       SIGTERM: one last look, and it ends
 

@@ -1,4 +1,4 @@
-"""Tracker: what a trial's numbers are handed to, line by line.
+"""Tracker: receives a trial's numbers, line by line.
 
 A tracker begins anew whenever it is made, and is given all lines from the first on. So whatever ended it before, and
 whatever the trial has taken back, each line is there once: nothing has to be remembered, and no line is reported twice.

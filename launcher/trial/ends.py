@@ -1,4 +1,4 @@
-"""The end of a task (worker, tracker, Redis, supervisor): what was seen of it, and the one record that all readers use.
+"""The end of a task (worker, tracker, Redis, supervisor): its observed exit, and the record that all readers use.
 
 guard, srun, SLURM's line in the log, last word --AttemptTasks.collect--> TaskExit --UnitMachine: why--> End
                                             End --event task_ended of events.jsonl--> rl-status, rl-logs, the page

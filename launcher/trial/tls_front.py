@@ -1,4 +1,4 @@
-"""What stands before a trial's Redis: TLS for clients on any host, a Unix socket to the server behind it.
+"""The TLS proxy of a trial's Redis: TLS for clients on any host, a Unix socket to the server behind it.
 
     client --TLS, proved by the trial's certificate--> front --Unix socket in a folder of mode 0700--> redis-server
 

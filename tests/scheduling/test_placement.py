@@ -35,24 +35,24 @@ def trial(
 
 
 def nodes_of(placement: Placement, kind: WorkerKind) -> list[int]:
-    return [place.node for worker, place in placement.places.items() if parse_worker_id(worker)[0] == kind]
+    return [place.node for worker, place in placement.slots.items() if parse_worker_id(worker)[0] == kind]
 
 
 def gpus_of(placement: Placement, kind: WorkerKind) -> list[tuple[int, ...]]:
-    return [place.gpus for worker, place in placement.places.items() if parse_worker_id(worker)[0] == kind]
+    return [place.gpus for worker, place in placement.slots.items() if parse_worker_id(worker)[0] == kind]
 
 
 def test_large_gpu_tasks_come_first_and_small_ones_fill_the_gaps() -> None:
     placement = place(trial(model_worker=group(8, gpu=1), generation_server=group(2, gpu=4)), EIGHT_GPUS)
     assert placement.num_nodes == 2
-    assert placement.places["generation_server/1"].gpus == (4, 5, 6, 7)
+    assert placement.slots["generation_server/1"].gpus == (4, 5, 6, 7)
     assert nodes_of(placement, "model_worker") == [1] * 8
     assert gpus_of(placement, "model_worker") == [(index,) for index in range(8)]
 
 
 def test_master_and_manager_run_on_node_zero() -> None:
     placement = place(trial(generation_server=group(5, gpu=8), rollout_worker=group(10)), EIGHT_GPUS)
-    assert placement.places["master_worker/0"] == placement.places["gserver_manager/0"] == (0, ())
+    assert placement.slots["master_worker/0"] == placement.slots["gserver_manager/0"] == (0, ())
 
 
 def test_rollout_workers_are_spread_over_the_nodes_of_the_gpu_groups() -> None:
@@ -110,7 +110,7 @@ def test_servers_of_several_gpus_fill_nodes_and_none_straddles_two() -> None:
     four = replace(EIGHT_GPUS, gpus=4)
     placement = place(trial(model_worker=group(8, gpu=1), generation_server=group(4, gpu=2)), four)
     assert placement.num_nodes == 4
-    servers = [placement.places[f"generation_server/{index}"] for index in range(4)]
+    servers = [placement.slots[f"generation_server/{index}"] for index in range(4)]
     assert servers == [(0, (0, 1)), (0, (2, 3)), (1, (0, 1)), (1, (2, 3))]
     assert nodes_of(placement, "model_worker") == [2, 2, 2, 2, 3, 3, 3, 3]
     # What one of three leaves on a node is no room for half of another, but for a rank.
@@ -153,7 +153,7 @@ def test_every_task_is_placed_once_and_no_node_is_asked_for_more_than_it_has(
     mem_mb: dict[int, int] = defaultdict(int)
     gpus: dict[int, list[int]] = defaultdict(list)
     placed = []
-    for worker, (node, task_gpus) in placement.places.items():
+    for worker, (node, task_gpus) in placement.slots.items():
         kind, index = parse_worker_id(worker)
         task = scheduling[kind].scheduling
         placed.append((kind, index))

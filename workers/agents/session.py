@@ -36,7 +36,7 @@ _MAX_REFUSED = 64  # an agent may have so many branches that all end at once
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a model has made."""
+    """A model's answer."""
 
     number: int
     ids: Sequence[int]
@@ -140,7 +140,7 @@ Judge = Callable[[str], Awaitable[float]]
 
 @dataclass(slots=True)
 class Record:
-    """What an agent says of its episode, beside its tokens."""
+    """An agent's report on its episode, beside the tokens."""
 
     notes: dict[str, float] = field(default_factory=dict)
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)

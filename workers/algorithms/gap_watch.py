@@ -64,7 +64,7 @@ _MOST_ROUNDING_NATS = 0.05  # mean over tokens: 0.03 was measured in bfloat16, a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwoSides:
-    """What is configured of generator and trainer."""
+    """The configuration of generator and trainer."""
 
     behaviour: BehaviourSpec
     """The generator."""
@@ -104,7 +104,7 @@ def likely_causes(gap: LogprobGap, sides: TwoSides, *, version: int, agreed_unti
 
 
 def _standing_causes(gap: LogprobGap, sides: TwoSides, *, version: int) -> Iterator[str]:
-    """What holds from the first version on."""
+    """Causes that exist from the first version on."""
     sampling, behaviour = sides.behaviour.sampling, sides.behaviour
     if gap.explained_by_temperature > _TEMPERATURE_FRACTION and gap.temperature_ratio > 0.0:
         about = (
@@ -288,7 +288,7 @@ class GapWatch:
         is_exact = gap.largest > threshold if is_raised else gap.num_tokens > 0
         where = ""
         if gap.num_tokens:
-            position, where = _place_of_largest(sample, tokens, now, gap, context)
+            position, where = _position_of_largest(sample, tokens, now, gap, context)
             stats |= {
                 "gap/max": gap.largest,
                 "gap/mean": gap.mean,
@@ -383,7 +383,7 @@ def _numbers(lengths: Sequence[int]) -> Integers:
     return np.repeat(np.arange(len(lengths)), np.array(lengths, np.int64))
 
 
-def _place_of_largest(
+def _position_of_largest(
     sample: SequenceSample, tokens: ComparedTokens, chosen: Integers, gap: LogprobGap, context: ParallelContext
 ) -> tuple[int, str]:
     """(position in its answer, words with the answer's name); of ranks that have the largest, the first one counts."""

@@ -23,13 +23,13 @@ from corral.workers.user_code.loading import built_in_or_loaded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceSettings:
-    """What the plan says to the interface of a role."""
+    """The plan's settings for the interface of a role."""
 
     ppo: PPOConfig | None = None
     critic: CriticConfig = field(default_factory=CriticConfig)
     dpo: DPOConfig = field(default_factory=DPOConfig)
     behaviour: BehaviourSpec = field(default_factory=BehaviourSpec)
-    """Who makes the answers that are trained on."""
+    """The generator of the answers that are trained on."""
     dtype: str = "float32"
     """Type of the matrix products of the role's engine."""
     seed: int = 0

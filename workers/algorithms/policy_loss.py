@@ -146,7 +146,7 @@ def _on_demonstrations(
 
 
 class SelfImitation(FrozenConfig):
-    """What has come out better than its baseline is learned as if it had been shown, beside PPO's loss.
+    """Answers better than their baseline are learned like demonstrations, beside PPO's loss.
 
     L = PPO's loss - coef * max(A, 0) * logprob_current        no ratio, no clip: answers of old weights stay of use
 

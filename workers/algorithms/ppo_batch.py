@@ -43,7 +43,7 @@ from corral.workers.data.sequence_sample import SequenceSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFacts:
-    """What is known of the global batch, alike on all ranks, before anything is computed from it."""
+    """Facts of the global batch, alike on all ranks, before anything is computed from it."""
 
     is_finite: bool
     """Whether every number that training would read is."""
@@ -110,7 +110,7 @@ def shape_rewards(config: PPOConfig, sample: SequenceSample) -> npt.NDArray[np.f
 
 
 def advantage_batch(config: PPOConfig, sample: SequenceSample, *, kl_coefficient: float) -> AdvantageBatch:
-    """What estimators read; the KL penalty is in the rewards where the configuration puts it there."""
+    """The input of estimators; the KL penalty is in the rewards where the configuration puts it there."""
     tensors = {key: torch.as_tensor(array) for key, array in sample.data.items()}
     responses = torch.from_numpy(response_mask(sample))
     lengths = [length - 1 for length in sample.answer_lengths()]

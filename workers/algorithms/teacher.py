@@ -56,7 +56,7 @@ class TeacherInterface(ModelInterface):
         own = sample if all(is_own) else sample.select_answers(np.flatnonzero(is_own_answer).tolist())
         is_taught = np.repeat(is_own_answer, [length - 1 for length in sample.answer_lengths()])
         taught = behind_prompts(own, kept_prompts(own)) if TEACHER_PROMPT in own.data else as_it_is(own)
-        is_taught[is_taught] = taught.policy_places
+        is_taught[is_taught] = taught.policy_mask
         if self._top_k is None:
             made = [compute_logprobs(engine, taught.sample, temperature=self._temperature)]
         else:
@@ -67,7 +67,7 @@ class TeacherInterface(ModelInterface):
         values_by_key: dict[str, npt.NDArray[Any]] = {}
         for key, values in zip(teacher_keys(self._top_k), made, strict=True):
             whole = np.zeros((len(is_taught), math.prod(key.shape)), key.dtype)
-            whole[is_taught] = values.reshape(-1, whole.shape[1])[taught.places]
+            whole[is_taught] = values.reshape(-1, whole.shape[1])[taught.mask]
             values_by_key[key.name] = whole.reshape(-1)
         return values_by_key
 

@@ -34,7 +34,7 @@ LOSS_MASK = "loss_mask"
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """What a language model says of the tokens that came next in one micro-batch."""
+    """A language model's scores of the tokens that came next in one micro-batch."""
 
     logprobs: Tensor
     """[T - n] float32, aligned with `MicroBatch.labels`; with gradient in training."""

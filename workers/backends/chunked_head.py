@@ -291,7 +291,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is to be said of a row's tokens, and its columns."""
+    """A question about a row's tokens, and the columns of its answer."""
 
     labels: Tensor
     """[T] int64: the tokens that came next."""

@@ -50,7 +50,7 @@ class Head:
         if self.has_score_layer:
             values = _forward_row(model, micro_batch)[0].float()
             if shared is not None:
-                values = values.index_select(0, shared.places)
+                values = values.index_select(0, shared.indices)
             return values[micro_batch.last_tokens] if self.layout is KeyLayout.PER_ANSWER else values
         predicting = micro_batch.predicting if shared is None else shared.predicting
         columns: Tensor = model.get_output_embeddings().ask(
@@ -72,7 +72,7 @@ class Head:
 
 
 def question_of(micro_batch: MicroBatch) -> Question:
-    """What a language model is asked of the row of a micro-batch."""
+    """The question to a language model about the row of a micro-batch."""
     # What is asked of an answer is not what is asked of another one that begins alike.
     assert micro_batch.shared is None or micro_batch.asked is None, "answers that share tokens are asked for others"
     labels = micro_batch.labels if micro_batch.shared is None else micro_batch.shared.labels

@@ -51,13 +51,13 @@ class AdaptedLinear(CastingLinear):
         return super().forward(input) + self.adapted(input)
 
     def adapted(self, input: Tensor) -> Tensor:
-        """What the adapter adds: [..., in] -> [..., out]."""
+        """The adapter's output, which is added: [..., in] -> [..., out]."""
         seen = self.seen(input, self._dropout) if self._dropout and self.training else input
         output: Tensor = self.lora_B(self.lora_A(seen))
         return output * self._scale
 
     def seen(self, input: Tensor, dropout: float) -> Tensor:
-        """What the adapter sees of a layer's input in a train step."""
+        """The adapter's input in a train step: a layer's input after dropout."""
         return F.dropout(input, dropout)
 
     def merged_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:

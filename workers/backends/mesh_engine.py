@@ -1,4 +1,4 @@
-"""What every training backend does alike: from a sample to an optimizer step or none, and from a model to its files.
+"""The common part of all training backends: from a sample to an optimizer step or none, from a model to its files.
 
 sample ─► tokens that count ─► micro-batches ─► scores ─► loss_fn ─► gradients         (how: a backend's `_backward`)
                                                             │ sums stay on the device
@@ -118,7 +118,7 @@ class MeshEngine(ABC):
         self._head = HEADS[self.head]
         config = self._load()
         self._companions: dict[str, bytes] = {}
-        if self.context.place == 0:
+        if self.context.mesh_rank == 0:
             self._companions = companion_files(self.directory, config, self._head, dtype=self.compute_dtype)
             if self._adapter_config is not None:
                 self._companions[f"{ADAPTER_FOLDER}/{ADAPTER_CONFIG}"] = self._adapter_config
@@ -360,10 +360,10 @@ class MeshEngine(ABC):
         adapter = None if self._adapter_config is None else dict(self._whole_trained())
         return WeightShard(
             weights=self._stored_weights(),
-            rank=self.context.place,
+            rank=self.context.mesh_rank,
             num_ranks=self.context.mesh.dims.world_size,
             companions=self._companions,
-            adapter=adapter if self.context.place == 0 else None,
+            adapter=adapter if self.context.mesh_rank == 0 else None,
         )
 
     def save_weights(
@@ -436,8 +436,8 @@ class MeshEngine(ABC):
             )
         self.onload()
         self._hosted = None  # other moments take the place of these
-        place, num_places = self.context.place, self.context.mesh.dims.world_size
-        first_file = place * header.num_ranks // num_places  # its own, if as many ranks have written
+        mesh_rank, num_ranks = self.context.mesh_rank, self.context.mesh.dims.world_size
+        first_file = mesh_rank * header.num_ranks // num_ranks  # its own, if as many ranks have written
         self._read_shard(
             train_state.StoredState(directory=directory, header=header, first_file=first_file, on_progress=on_progress)
         )

@@ -48,7 +48,7 @@ _LARGE_MEMORY: Final = ((8, 0), (9, 0))
 
 
 class AttentionSetting(NamedTuple):
-    """What decides how the attention of a row is computed."""
+    """The properties that decide how the attention of a row is computed."""
 
     capability: tuple[int, int] | None
     """Of an NVIDIA GPU, by a torch that has Flash Attention; None elsewhere."""

@@ -1,4 +1,4 @@
-"""Which rank of a trainer group this process is, which meshes it belongs to, and what a mesh sums together.
+"""ParallelContext: this process's rank in the trainer group, its meshes, and the process groups of each mesh.
 
     rank 0:      host_store(host) -> address ── name service ──►  other ranks: connect_store(address)
     every rank:  init_parallel(rank=..., world_size=..., store=...) ──► the world: ParallelContext of all ranks
@@ -57,11 +57,11 @@ class ParallelContext:
     mesh: Mesh = Mesh(ranks=(0,), dims=ParallelDims())
     device: torch.device = torch.device("cpu")
     group: dist.ProcessGroup | None = None
-    """All ranks of the mesh, by place; None where there is one, as in all groups."""
+    """All ranks of the mesh, by mesh rank; None where there is one, as in all groups."""
     dp_group: dist.ProcessGroup | None = None
     """The ranks that do this rank's work on other shards of a batch, by data-parallel rank."""
     shard_group: dist.ProcessGroup | None = None
-    """The ranks that a parameter's rows are cut over: data times context parallel, by place."""
+    """The ranks that a parameter's rows are cut over: data times context parallel, by mesh rank."""
     cp_group: dist.ProcessGroup | None = None
     """The ranks that have the other tokens of this rank's rows, by context-parallel rank."""
     tp_group: dist.ProcessGroup | None = None
@@ -71,13 +71,13 @@ class ParallelContext:
     ends_group: dist.ProcessGroup | None = None
     """The ranks of the first and the last stage, which share an embedding that is the output, too."""
     model_group: dist.ProcessGroup | None = None
-    """The ranks that hold one whole model with this one, by place; with e, but for other ranks' experts."""
+    """The ranks that hold one whole model with this one, by mesh rank; with e, but for other ranks' experts."""
     ep_group: dist.ProcessGroup | None = None
     """The ranks that have the other experts of this rank's layers, by expert-parallel rank."""
     tp_ep_group: dist.ProcessGroup | None = None
-    """The ranks that have the other experts, and other parts of them, by place."""
+    """The ranks that have the other experts, and other parts of them, by mesh rank."""
     expert_dp_group: dist.ProcessGroup | None = None
-    """The ranks that have the same experts as this one, by place."""
+    """The ranks that have the same experts as this one, by mesh rank."""
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
@@ -94,8 +94,8 @@ class ParallelContext:
         return self.coords.dp_rank
 
     @property
-    def place(self) -> int:
-        """Number of this rank within the mesh; place 0 does what one does for all, such as writing a file."""
+    def mesh_rank(self) -> int:
+        """Number of this rank within the mesh; mesh rank 0 does what one rank does for all, such as writing a file."""
         return self.mesh.ranks.index(self.rank)
 
     @property
@@ -254,7 +254,7 @@ def _form_group(world: ParallelContext, name: str, ranks: tuple[int, ...]) -> di
     if len(ranks) == 1:
         return None
     try:
-        # In the order of places, not of rank numbers: place 0 of the group must be data-parallel rank 0 of the mesh.
+        # In the order of mesh ranks, not of global ranks: rank 0 of the group must be data-parallel rank 0 of the mesh.
         return new_group(ranks, timeout_s=world.timeout_s)
     except dist.DistError as error:
         raise TimeoutError(
@@ -266,8 +266,8 @@ def _form_group(world: ParallelContext, name: str, ranks: tuple[int, ...]) -> di
 def _groups_of(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
     """The ranks of each group of a mesh's contexts, by the context's name for it; each rank is in one at most."""
     groups: dict[str, defaultdict[tuple[int, ...], list[int]]] = {name: defaultdict(list) for name in _IN_COMMON}
-    for place, rank in enumerate(mesh.ranks):
-        at = mesh.dims.coords(place)._asdict() | mesh.dims.expert_coords(place)._asdict()
+    for mesh_rank, rank in enumerate(mesh.ranks):
+        at = mesh.dims.coords(mesh_rank)._asdict() | mesh.dims.expert_coords(mesh_rank)._asdict()
         for name, axes in _IN_COMMON.items():
             groups[name][tuple(at[axis] for axis in axes)].append(rank)
     along = {name: list(map(tuple, members.values())) for name, members in groups.items()}
@@ -277,7 +277,7 @@ def _groups_of(mesh: Mesh) -> dict[str, list[tuple[int, ...]]]:
 def _with_groups(
     context: ParallelContext, groups: Mapping[tuple[int, ...], dist.ProcessGroup | None]
 ) -> ParallelContext:
-    """A place with the groups that it has, found by their ranks."""
+    """The context with its groups, found by their ranks."""
     own: dict[str, Any] = {
         name: next((groups.get(ranks) for ranks in all_ranks if context.rank in ranks), None)
         for name, all_ranks in _groups_of(context.mesh).items()

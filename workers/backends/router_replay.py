@@ -28,7 +28,7 @@ _ROUTED: Final = "routed_experts_of_the_present_row"  # of a model whose routers
 
 @dataclass
 class RoutedExperts:
-    """Who computes the tokens of the micro-batch that a model has at present: one for all routers of a model."""
+    """The recorded experts of the present micro-batch: one object for all routers of a model."""
 
     rows: Tensor | None = None
     """[T, layers with experts, top_k], see `MicroBatch`. It stays until the backward pass has ended."""

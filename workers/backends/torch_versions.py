@@ -1,4 +1,4 @@
-"""What torch 2.11, 2.12 and 2.13 name differently; every other name that is used here is the same in all of them.
+"""Names that differ between torch 2.11, 2.12 and 2.13; every other name that is used here is the same in all of them.
 
 `tests/torch_names.py` compares the names and keywords in use with a list of each of these versions.
 """

@@ -1,4 +1,4 @@
-"""What training resumes from: trained parameters, what the optimizer keeps of each, and a role's own numbers.
+"""The state that training resumes from: trained parameters, their optimizer state, and a role's own numbers.
 
     train_state.json                        step, seed, number of files, sizes of all tensors, numbers without a tensor
     train_state-00000-of-00002.safetensors  parameter.<name>[...], exp_avg.<name>[...], exp_avg_sq.<name>[...]: rank 0's
@@ -58,7 +58,7 @@ class TrainStateHeader:
     format: int = _FORMAT
 
     def kinds(self) -> dict[str, set[str]]:
-        """What is kept of each parameter besides itself."""
+        """The kinds of values kept of each parameter besides itself."""
         kept: defaultdict[str, set[str]] = defaultdict(set)
         for full_name in (*self.sizes, *self.scalars):
             kind, _, name = full_name.partition(".")
@@ -79,7 +79,7 @@ class StateShard:
     tensors: Mapping[str, Tensor]
     """This rank's parts, as the file names them."""
     header: TrainStateHeader | None
-    """What is the same for all ranks; the first one has it and writes it."""
+    """The part that is the same for all ranks; rank 0 has it and writes it."""
 
     def copied(self) -> "StateShard":
         """The same in host memory of its own.
@@ -104,7 +104,7 @@ class StateShard:
 
 
 def state_shard(parts: Iterable[Part], header: TrainStateHeader, *, rank: int) -> StateShard:
-    """What one rank keeps; parts without values need not be kept.
+    """The state of one rank; parts without values need not be kept.
 
     Args:
         header: of which the first rank's must say what all ranks together keep.
@@ -133,7 +133,7 @@ def read_header(directory: Path) -> TrainStateHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredState:
-    """What all ranks of some layout wrote, as one rank reads it."""
+    """The state that all ranks of some layout wrote, as one rank reads it."""
 
     directory: Path
     header: TrainStateHeader

@@ -307,7 +307,7 @@ class LedgerNews:
 
 
 class _Found(NamedTuple):
-    """What a look at the files has found."""
+    """The result of a look at the files."""
 
     after: int
     """The slot that was known at that time."""

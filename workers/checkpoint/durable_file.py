@@ -55,12 +55,12 @@ def digest_of(data: bytes) -> str:
 
 
 def mismatch(expected: str, actual: str) -> str:
-    """What a message says of two digests that differ."""
+    """The text for a message about two digests that differ."""
     return f"expected {DIGEST_NAME} {expected}, got {actual}"
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a manifest says about a file."""
+    """A file's entry in a manifest."""
 
     size: int
     """Bytes."""

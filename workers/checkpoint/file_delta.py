@@ -1,6 +1,6 @@
 """Deltas of files: what changed against the same file of the version before, where little did.
 
-    base ─┬─► elements that differ ─┬─► gaps between their places ──────────► bytes ─┬─► Huffman codes ──► a frame
+    base ─┬─► elements that differ ─┬─► gaps between their positions ───────► bytes ─┬─► Huffman codes ──► a frame
     new ──┘                         └─► differences of their bit patterns ──► bytes ─┘
 
     the file:  magic │ length, header │ bytes covered, length, frame │ bytes covered, length, frame │ ...
@@ -52,7 +52,7 @@ class Readable(Protocol):
 
 
 class DeltaHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a delta leads from, and to."""
+    """The files that a delta leads from and to."""
 
     itemsize: int
     """Bytes of an element: 1, 2 or 4."""
@@ -77,16 +77,16 @@ def encode_piece(base: memoryview, new: memoryview, *, itemsize: int) -> bytes:
             f"pieces of {base.nbytes} and {new.nbytes} bytes are not of the same number of elements of {itemsize} bytes"
         )
     old, present = _elements(base, itemsize), _elements(new, itemsize)
-    places = np.flatnonzero(old != present)
-    if not places.size:
+    positions = np.flatnonzero(old != present)
+    if not positions.size:
         return b""
-    gaps = _gap_bytes(np.diff(places, prepend=-1) - 1)
-    differences = _small_if_near_zero(present[places] - old[places])
+    gaps = _gap_bytes(np.diff(positions, prepend=-1) - 1)
+    differences = _small_if_near_zero(present[positions] - old[positions])
     small = np.minimum(differences, _LARGE).astype(np.uint8).tobytes()
     large = differences[differences >= _LARGE].astype(_LARGE_DTYPE).tobytes()
     # Places and values look random, only some are more frequent than others: matches are not worth searching for.
     compressor = zlib.compressobj(1, wbits=_RAW, strategy=zlib.Z_HUFFMAN_ONLY)
-    parts = [compressor.compress(_COUNTS.pack(places.size, len(gaps)) + gaps)]
+    parts = [compressor.compress(_COUNTS.pack(positions.size, len(gaps)) + gaps)]
     parts += [compressor.flush(zlib.Z_SYNC_FLUSH), compressor.compress(small + large)]  # with a code of its own
     return b"".join([*parts, compressor.flush()])
 
@@ -104,10 +104,10 @@ def apply_piece(piece: memoryview, frame: bytes | memoryview, *, itemsize: int) 
         payload = zlib.decompress(frame, wbits=_RAW)
         count, num_gap_bytes = _COUNTS.unpack_from(payload)
         end_of_gaps = _COUNTS.size + num_gap_bytes
-        places = _places(np.frombuffer(payload[_COUNTS.size : end_of_gaps], np.uint8))
+        positions = _positions(np.frombuffer(payload[_COUNTS.size : end_of_gaps], np.uint8))
         differences = np.frombuffer(payload[end_of_gaps : end_of_gaps + count], np.uint8).astype(_LARGE_DTYPE)
         differences[differences == _LARGE] = np.frombuffer(payload[end_of_gaps + count :], _LARGE_DTYPE)
-        elements[places] += _undone(differences.astype(elements.dtype))
+        elements[positions] += _undone(differences.astype(elements.dtype))
     except (zlib.error, struct.error, ValueError, IndexError) as error:
         raise DeltaError(f"a frame of {len(frame)} bytes is damaged ({error})") from error
 
@@ -139,11 +139,11 @@ def _gap_bytes(gaps: npt.NDArray[np.int64]) -> bytes:
     return content.tobytes()
 
 
-def _places(gap_bytes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+def _positions(gap_bytes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     """Where the elements are that have these gaps before them."""
-    places: npt.NDArray[np.int64] = np.cumsum(gap_bytes, dtype=np.int64)[gap_bytes != _LARGE]
-    places += np.arange(places.size)
-    return places
+    positions: npt.NDArray[np.int64] = np.cumsum(gap_bytes, dtype=np.int64)[gap_bytes != _LARGE]
+    positions += np.arange(positions.size)
+    return positions
 
 
 # --- a file -----------------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class CorruptLedgerError(Exception):
 
 
 class LedgerDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one commit adds to the ledger.
+    """The additions of one commit to the ledger.
 
     >>> LedgerDelta(epoch=1, step=2, trained={1: ["0:a"], 2: ["0:b"]}, dropped={"0:c": "stale"})
     """
@@ -73,7 +73,7 @@ class LedgerDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class LedgerStates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What has become of the rows of a data set."""
+    """The states of the rows of a data set."""
 
     num_rows: int
     passes: dict[int, dict[int, bytes]]
@@ -233,7 +233,7 @@ def write_delta(trial_directory: TrialDirectory, delta: LedgerDelta) -> tuple[st
 
 
 def read_delta(trial_directory: TrialDirectory, commit: Commit) -> LedgerDelta:
-    """What a commit added.
+    """The additions of a commit.
 
     Raises:
         CorruptLedgerError: the file is missing or not what the commit says.

@@ -35,7 +35,7 @@ class AdapterError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to one weight."""
+    """The low-rank term that is added to one weight."""
 
     A: Tensor
     """[r, in] float32."""

@@ -68,7 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _AnyManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What manifests of all formats have."""
+    """The common fields of manifests of all formats."""
 
     version: int
 

@@ -1,4 +1,4 @@
-"""Remover: takes away what nobody needs any more, and never fails.
+"""Remover: removes files that nothing needs any more, and never fails.
 
     weights/v00000007-e1 --rename--> weights/.removing-v00000007-e1 --files, as far as they go--> gone
                                             └── what stays is tried again with the next removal beside it

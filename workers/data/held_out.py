@@ -1,4 +1,4 @@
-"""What comes out of held-out problems: sums over their answers, which can be added up in any order, and their means.
+"""Results of held-out problems: sums over their answers, which can be added up in any order, and their means.
 
 answers to a problem ──sums_of──► sums ──added to those of other problems──► means ──► eval/accuracy, ...
 """

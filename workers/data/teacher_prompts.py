@@ -21,9 +21,9 @@ class TaughtAnswers(NamedTuple):
 
     sample: SequenceSample
     """Their `input_ids` and `prompt_mask`, and `temperatures` where there are any."""
-    places: Mask
+    mask: Mask
     """True at the answers' tokens among the shifted tokens of `sample`,"""
-    policy_places: Mask
+    policy_mask: Mask
     """and among those of the sample that they come from: as many, in the same order."""
 
 
@@ -46,20 +46,20 @@ def as_it_is(sample: SequenceSample) -> TaughtAnswers:
 
 def behind_prompts(sample: SequenceSample, prompts: Iterable[npt.ArrayLike]) -> TaughtAnswers:
     """Answers with these prompts, one for each, in place of what was given before their first made token."""
-    ids, masks, places, policy_places = ([np.empty(0, kind)] for kind in (np.int32, np.bool_, np.bool_, np.bool_))
+    ids, prompt_mask, mask, policy_mask = ([np.empty(0, kind)] for kind in (np.int32, np.bool_, np.bool_, np.bool_))
     for answer, prompt in zip(answer_slices(sample.answer_lengths()), prompts, strict=True):
         is_given = sample.data["prompt_mask"][answer]
         num_given = int(np.argmin(np.append(is_given, False)))
         given: npt.NDArray[Any] = np.asarray(prompt, np.int32)
         ids.append(np.append(given, sample.data["input_ids"][answer][num_given:]))
-        masks.append(np.append(np.ones(len(given), np.bool_), is_given[num_given:]))
-        places.append(np.arange(1, len(ids[-1])) >= len(given))
-        policy_places.append(np.arange(1, len(is_given)) >= num_given)
+        prompt_mask.append(np.append(np.ones(len(given), np.bool_), is_given[num_given:]))
+        mask.append(np.arange(1, len(ids[-1])) >= len(given))
+        policy_mask.append(np.arange(1, len(is_given)) >= num_given)
     lengths = iter([len(one) for one in ids[1:]])
     groups = [[next(lengths) for _ in range(count)] for count in sample.num_answers_per_sample()]
-    data = {"input_ids": np.concatenate(ids), "prompt_mask": np.concatenate(masks)}
+    data = {"input_ids": np.concatenate(ids), "prompt_mask": np.concatenate(prompt_mask)}
     seqlens = dict.fromkeys(data, groups)
     if TEMPERATURES in sample.data:
         data[TEMPERATURES], seqlens[TEMPERATURES] = sample.data[TEMPERATURES], sample.seqlens[TEMPERATURES]
     taught = SequenceSample(sample.uids, seqlens, data, sample.specs)
-    return TaughtAnswers(taught, np.concatenate(places), np.concatenate(policy_places))
+    return TaughtAnswers(taught, np.concatenate(mask), np.concatenate(policy_mask))

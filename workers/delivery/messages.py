@@ -1,4 +1,4 @@
-"""What rollout workers and trajectory receivers (the data-parallel heads) say to each other.
+"""Messages between rollout workers and trajectory receivers (the data-parallel heads).
 
     sender                              receiver
       |--- SenderHello ------------------->|
@@ -75,18 +75,18 @@ class Session(MessageBody, frozen=True, tag="session"):
 
 
 class _OfRecord(MessageBody, frozen=True):
-    """What is said of one record, in one session."""
+    """A message about one record, in one session."""
 
     session: str
     uid: str
 
 
 class Ack(_OfRecord, frozen=True, tag="ack"):
-    """It is held."""
+    """The receiver holds the record."""
 
 
 class Verdict(_OfRecord, frozen=True, tag="verdict"):
-    """It is not needed (any more)."""
+    """The record is not needed, or not any more."""
 
     kind: VerdictKind
 

@@ -103,7 +103,7 @@ class SenderBook:
         self._receivers[index] = _Receiver()
 
     def remove_receiver(self, index: int) -> Sends:
-        """It is gone for good, with all that it held."""
+        """The receiver is gone for good, with all its records."""
         self._reclaim(index)
         del self._receivers[index]
         return self._send()

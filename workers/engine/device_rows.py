@@ -1,4 +1,4 @@
-"""What a decode step needs of each running row, on the device, where every step leaves it for the next one.
+"""The state of each running row for a decode step, on the device, where every step leaves it for the next one.
 
     row:        0   1   2   .   .         requests --join--> a row each, with what the host knows of them
     token      17   4  88   .   .  <--+
@@ -78,7 +78,7 @@ ReadToken = tuple[ActiveRequest, int, float, float | None]
 
 
 class UnreadTokens:
-    """What one step has sampled for its requests."""
+    """The tokens that one step has sampled for its requests."""
 
     def __init__(self, sampled: SampledTokens, requests: Sequence[ActiveRequest], *, version: str) -> None:
         """Begin to copy; the tensors may be overwritten by the device's next operation.

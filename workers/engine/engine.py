@@ -179,7 +179,7 @@ class EngineStoppedError(RuntimeError):
 
 
 class ChangedOver(NamedTuple):
-    """What a change-over did."""
+    """The result of a change-over."""
 
     stopped_s: float
     """How long it kept the engine from its next step. One that was under way when it was ordered has made tokens."""

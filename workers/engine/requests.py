@@ -1,4 +1,4 @@
-"""What goes into the embedded engine and what comes out: GenerationRequest -> ActiveRequest -> RequestOutput.
+"""Requests to the embedded engine and their outputs: GenerationRequest -> ActiveRequest -> RequestOutput.
 
     request --ContinuousBatch.check--> ValueError with the value and the limit, before it is queued
 
@@ -99,7 +99,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """What a request has made, of one that is streamed since its last output."""
+    """The tokens of a request; of a streamed request, those since its last output."""
 
     request_id: str
     prompt: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the host of an environment sees: a folder of its own for HOME and temporary files, and few variables.
+"""The confinement of an environment's host: its own folder for HOME and temporary files, and few variables.
 
     the worker's environment ──few names──► the host's ──verifiers' rule: nothing with API_KEY──► programs it starts
     DIR/harnesses (`make environments`) ──linked──► the folder: what verifiers would fetch for its programs is there

@@ -1,4 +1,4 @@
-"""EpisodeLog: what was given to a model and what it made, in the order of an episode, in token ids alone.
+"""EpisodeLog: the tokens given to a model and the tokens that it generated, in the order of an episode.
 
     request's ids ──begin──► Turn: goes on from a branch, or begins a new one ──its answer grows──► finish: appended
                                                                               └──abandon: as if it had never been

@@ -1,4 +1,4 @@
-"""What a generation server streams: bytes -> server-sent events -> StreamEvent, each with the tokens since the last.
+"""The stream of a generation server: bytes -> server-sent events -> StreamEvent, each with the tokens since the last.
 
     data: {"output_ids": [...], "meta_info": {...}}  ...  data: {"error": {"message": ..., "code": ...}}  data: [DONE]
 

@@ -1,4 +1,4 @@
-"""What is asked of a model for one turn of an episode, and why nothing may come of it."""
+"""The request to a model for one turn of an episode, and the errors of such requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""GenerationBackend: what a generation server needs of whatever makes its tokens.
+"""GenerationBackend: the interface between a generation server and the engine that generates its tokens.
 
 start ──► url ──► rollout workers and the manager speak SGLang's HTTP API to it ──► stop
             ├──► progress (heartbeats), wait_ended (what it died of)

@@ -1,4 +1,4 @@
-"""Presence: what a worker says about itself, published as its leased record in name-resolve.
+"""Presence: the state of a worker, which it publishes as its leased record in name-resolve.
 
 worker code --enter(phase, waiting_for), beat()--> Presence --at most twice a second--> leased record --> rl-status
                                                       |     +--> last_seen/...: the same, without a lease

@@ -1,4 +1,4 @@
-"""Admission: which prompt is dealt to whom, and when.
+"""Admission: which prompt is dealt to which rollout worker, and when.
 
                     ask                       the gate is open                finish
     rollout worker ─────► waiting, by load ──────────────────────► running ─────────────► spooled ──a commit──► trained,

@@ -1,4 +1,4 @@
-"""HeldOutBook: which held-out problems of an evaluation are answered, and by whom; what has come out so far.
+"""HeldOutBook: the held-out problems of an evaluation, the workers that answer them, and the results so far.
 
                   deal                  answered
        open ───────────────► out ───────────────────► counted

@@ -55,7 +55,7 @@ class ServerTable:
     _ready: dict[PolicyVersion, LeastLoaded] = field(default_factory=dict)
     """READY servers by the version that they hold."""
     _name_by_url: dict[str, str] = field(default_factory=dict)
-    _place_by_uid: dict[str, tuple[Server, str]] = field(default_factory=dict)
+    _route_by_uid: dict[str, tuple[Server, str]] = field(default_factory=dict)
     """The server of a group, and the rollout worker that has asked."""
     _failures: dict[str, dict[str, float]] = field(default_factory=dict)
     """When a server failed at a prompt last, by uid and name."""
@@ -155,7 +155,7 @@ class ServerTable:
 
     def is_placed(self, uid: str) -> bool:
         """Whether a group has a server."""
-        return uid in self._place_by_uid
+        return uid in self._route_by_uid
 
     def route(
         self,
@@ -189,7 +189,7 @@ class ServerTable:
         if busy_url in self._name_by_url:
             self.finished(uid)
             self._note(self.servers[self._name_by_url[busy_url]], is_full=True)
-        chosen, _ = self._place_by_uid.get(uid, (None, ""))
+        chosen, _ = self._route_by_uid.get(uid, (None, ""))
         if chosen is None or not any(chosen.name in servers for servers in self._serving(version, least_step)):
             failed_it = [self.servers[name] for name in self._failures.get(uid, {}) if name in self.servers]
             for server in failed_it:
@@ -203,7 +203,7 @@ class ServerTable:
         if chosen is None:
             return None
         self.finished(uid)
-        self._place_by_uid[uid] = chosen, worker
+        self._route_by_uid[uid] = chosen, worker
         chosen.tokens_by_uid[uid] = tokens
         self._note(chosen, more_tokens=tokens)
         return chosen
@@ -233,21 +233,21 @@ class ServerTable:
     def ended(self, uid: str, *, is_answered: bool) -> None:
         """Nothing more is asked for a group; is_answered: its server has made it, and so fails not at everything."""
         self._failures.pop(uid, None)
-        if is_answered and uid in self._place_by_uid:
-            name = self._place_by_uid[uid][0].name
+        if is_answered and uid in self._route_by_uid:
+            name = self._route_by_uid[uid][0].name
             without = {other: {n: t for n, t in times.items() if n != name} for other, times in self._failures.items()}
             self._failures = {other: times for other, times in without.items() if times}
         self.finished(uid)
 
     def finished(self, uid: str) -> None:
         """A group needs no server any more."""
-        if (place := self._place_by_uid.pop(uid, None)) is not None:
-            server = place[0]
+        if (route := self._route_by_uid.pop(uid, None)) is not None:
+            server = route[0]
             self._note(server, more_tokens=-server.tokens_by_uid.pop(uid), is_full=False)
 
     def has_only(self, worker: str, uids: Collection[str]) -> None:
         """A rollout worker has these groups, and no others that it had: it was started again, or is gone."""
-        for uid in [uid for uid, (_, other) in self._place_by_uid.items() if other == worker and uid not in uids]:
+        for uid in [uid for uid, (_, other) in self._route_by_uid.items() if other == worker and uid not in uids]:
             self.finished(uid)
 
     def answered(self, server: Server) -> None:

@@ -1,4 +1,4 @@
-"""What a trial has consumed, held against the order of its seed: printed to show that nothing is lost.
+"""The consumed prompts of a trial, compared with the order of its seed: printed to show that none is lost.
 
 python -m corral.workers.master.audit TRIAL
 

@@ -1,4 +1,4 @@
-"""Calls on model workers: one slice of one model function call, from its samples to what it made of them.
+"""Calls on model workers: one slice of one model function call, from its samples to its outputs.
 
     samples ──deal: equal work, where they lie──► a shard for each data-parallel rank of the mesh
                                                         │
@@ -18,8 +18,8 @@ Work is balanced first, and then as little moves as that allows. Calls on one me
 them that takes some samples decides for the others, which find them where they need them.
 
 shards of a call: which ranks need which samples ──┐
-                                                   ├──► what is not there ──► plan_redistribution ──┐
-BufferedSample.places: who has what ───────────────┘                                                │
+                                                   ├──► what is missing ────► plan_redistribution ──┐
+BufferedSample.ranks_by_key: holders of each key ──┘                                                │
                        ┌────────────────────────────────────────────────────────────────────────────┘
                        ├──► Give: to each rank that sends, its own transfers
                        └──► DataTransfer: to each that takes or passes on, its own
@@ -253,11 +253,11 @@ def _owners(samples: Sequence[BufferedSample], keys: Sequence[str], dp_ranks: Ma
     known: dict[int, int | None] = {}  # by id of the mapping that samples share
     owners: list[int | None] = []
     for sample in samples:
-        places = sample.places
-        if id(places) not in known:
-            held = Counter(dp_ranks[rank] for key in keys for rank in places.get(key, ()) if rank in dp_ranks)
-            known[id(places)] = max(held, key=lambda dp_rank: (held[dp_rank], -dp_rank), default=None)
-        owners.append(known[id(places)])
+        ranks_by_key = sample.ranks_by_key
+        if id(ranks_by_key) not in known:
+            held = Counter(dp_ranks[rank] for key in keys for rank in ranks_by_key.get(key, ()) if rank in dp_ranks)
+            known[id(ranks_by_key)] = max(held, key=lambda dp_rank: (held[dp_rank], -dp_rank), default=None)
+        owners.append(known[id(ranks_by_key)])
     return owners
 
 
@@ -309,7 +309,7 @@ class TransferPlanner:
                 demands.append(Demand(ranks=ranks, uids=list(lacking), keys=keys))
                 moved |= lacking
         transfers = plan_redistribution(
-            {uid: sample.places for uid, sample in moved.items()},
+            {uid: sample.ranks_by_key for uid, sample in moved.items()},
             demands,
             size_bytes=lambda uid, keys: self._size_bytes(moved[uid], keys),
             host_by_rank=self.host_by_rank,
@@ -349,12 +349,14 @@ def _not_there(
     samples: Sequence[BufferedSample], ranks: frozenset[int], keys: Sequence[str]
 ) -> Sequence[BufferedSample]:
     """Samples of which one of the ranks lacks a key. Mostly there are few, and the others are to cost little."""
-    places_by_id = {id(sample.places): sample.places for sample in samples}
+    holders_by_id = {id(sample.ranks_by_key): sample.ranks_by_key for sample in samples}
     nobody = frozenset[int]()
     lacking = {
-        number for number, places in places_by_id.items() if not all(ranks <= places.get(key, nobody) for key in keys)
+        number
+        for number, holders in holders_by_id.items()
+        if not all(ranks <= holders.get(key, nobody) for key in keys)
     }
-    return [sample for sample in samples if id(sample.places) in lacking] if lacking else ()
+    return [sample for sample in samples if id(sample.ranks_by_key) in lacking] if lacking else ()
 
 
 def _data_transfer(transfers: list[Transfer], samples: Mapping[str, BufferedSample]) -> DataTransfer:

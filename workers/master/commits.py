@@ -1,4 +1,4 @@
-"""What is durable: commits, of which at most one is on its way while training goes on, and the ledger of samples.
+"""Durable state: commits, of which at most one is in progress while training goes on, and the ledger of samples.
 
     step 7 ──begin──► ranks copy; ledger, lines, published weights as they are ──► step 8 ──► step 9 ──begin──► ...
                                 │                                                                      │

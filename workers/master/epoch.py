@@ -1,4 +1,4 @@
-"""What one trainer epoch is: the claim that it writes under, the commit that it goes on from, and the plan.
+"""A trainer epoch: the claim that it writes under, the commit that it resumes from, and the plan.
 
 Models that take over each other's weights must be alike in what the ranks have loaded when it begins: what differs
 would be seen only later, in the middle of a collective whose sizes differ.

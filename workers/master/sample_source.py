@@ -1,4 +1,4 @@
-"""What is where: the sources of the samples of a train step, and the buffer that knows where each sample stands.
+"""The sources of the samples of a train step, and the buffer that knows the state and location of each sample.
 
     dataset:       the master names the next rows in the order of the seed; model workers load them
     trajectories:  model workers receive them; the master picks the oldest that are fresh enough
@@ -41,10 +41,10 @@ from corral.workers.requests.messages import MetadataReply, Rejection
 logger = logging.getLogger(__name__)
 
 
-Places = Mapping[str, frozenset[int]]
+RanksByKey = Mapping[str, frozenset[int]]
 """key -> ranks that hold it. Never changed, and shared by samples of one owner of which it is true: a step has
-thousands of samples in few places, and what is found out about one of these mappings holds for all of them."""
-_NOWHERE: Places = MappingProxyType({})
+thousands of samples with few such mappings, and a finding about one mapping holds for all of its samples."""
+_NOWHERE: RanksByKey = MappingProxyType({})
 
 
 class BufferedSample(msgspec.Struct, kw_only=True, eq=False, gc=False):
@@ -72,8 +72,8 @@ class BufferedSample(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """Statistics of its episodes, if it has any."""
     tries: int = 0
     """How often answers to it, a prompt, have had no finite loss."""
-    places: Places = _NOWHERE
-    """Where each key lies; the only thing that changes, and only the buffer and `note_held` change it."""
+    ranks_by_key: RanksByKey = _NOWHERE
+    """The ranks that hold each key. Only this field changes, and only the buffer and `note_held` change it."""
 
     @property
     def head_version(self) -> int:
@@ -93,7 +93,7 @@ class SequenceBuffer:
     """Samples that arrived a second time and were turned away."""
     _copies: dict[str, set[int]] = field(default_factory=dict)
     """Ranks where a second copy of a sample has arrived, which is neither read nor counted."""
-    _places_of_new: dict[tuple[frozenset[str], int], Places] = field(default_factory=dict)
+    _ranks_of_new: dict[tuple[frozenset[str], int], RanksByKey] = field(default_factory=dict)
 
     def put(self, sample: BufferedSample) -> bool:
         """Take a sample in; False if it is here or consumed already: the copy that came first counts.
@@ -113,10 +113,10 @@ class SequenceBuffer:
         """What was a prompt has answers now, where they were made."""
         self.samples[sample.uid] = sample
         kind = (sample.keys, sample.owner)
-        places = self._places_of_new.get(kind)
-        if places is None:
-            places = self._places_of_new[kind] = dict.fromkeys(sample.keys, frozenset((sample.owner,)))
-        sample.places = places
+        ranks_by_key = self._ranks_of_new.get(kind)
+        if ranks_by_key is None:
+            ranks_by_key = self._ranks_of_new[kind] = dict.fromkeys(sample.keys, frozenset((sample.owner,)))
+        sample.ranks_by_key = ranks_by_key
 
     def find(self, uids: Iterable[str]) -> list[BufferedSample]:
         """The samples of these uids, all of which are here."""
@@ -126,16 +126,16 @@ class SequenceBuffer:
     def release(self, uids: Iterable[str]) -> dict[int, list[str]]:
         """Forget samples: trained, stale, or given up. Returns what each rank has to forget, by rank."""
         uids_by_rank: defaultdict[int, list[str]] = defaultdict(list)
-        known: dict[int, tuple[Places, frozenset[int]]] = {}  # by id, which is one's own as long as one is held
+        known: dict[int, tuple[RanksByKey, frozenset[int]]] = {}  # by id, which is one's own as long as one is held
         for uid in uids:
             sample = self.samples.pop(uid, None)
             if sample is None:
                 continue
-            places = sample.places
-            if id(places) not in known:
+            ranks_by_key = sample.ranks_by_key
+            if id(ranks_by_key) not in known:
                 # The owner may hold no key of it, but remembers who sent it.
-                known[id(places)] = places, frozenset((sample.owner,)).union(*places.values())
-            ranks = known[id(places)][1]
+                known[id(ranks_by_key)] = ranks_by_key, frozenset((sample.owner,)).union(*ranks_by_key.values())
+            ranks = known[id(ranks_by_key)][1]
             for rank in ranks.union(self._copies.pop(uid)) if uid in self._copies else ranks:
                 uids_by_rank[rank].append(uid)
         return dict(uids_by_rank)
@@ -144,13 +144,13 @@ class SequenceBuffer:
 def note_held(samples: Iterable[BufferedSample], keys: Iterable[str], ranks: Iterable[int]) -> None:
     """Record that some keys of these samples are on further ranks, too: computed there, or moved."""
     names, further = tuple(keys), frozenset(ranks)
-    known: dict[int, tuple[Places, Places]] = {}  # before and after, by id as above
+    known: dict[int, tuple[RanksByKey, RanksByKey]] = {}  # before and after, by id as above
     for sample in samples:
-        before = sample.places
+        before = sample.ranks_by_key
         if id(before) not in known:
             added = {key: before.get(key, further) | further for key in names}
             known[id(before)] = before, {**before, **added}
-        sample.places = known[id(before)][1]
+        sample.ranks_by_key = known[id(before)][1]
 
 
 def buffered(reply: MetadataReply, *, owner: int) -> list[BufferedSample]:

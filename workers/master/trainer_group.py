@@ -1,4 +1,4 @@
-"""TrainerGroup: the model workers during one trainer epoch, and what the master asks of them by rank.
+"""TrainerGroup: the model workers during one trainer epoch, and the master's requests to them by rank.
 
     tell(requests by rank)  ──► answered at once, whatever the rank computes       samples, gives
     start(requests by rank) ──► run in the order of the rank's requests            calls, weights, checkpoints

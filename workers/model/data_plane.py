@@ -1,4 +1,4 @@
-"""DataPlane: what redistribution plans becomes true; samples go from the ranks that hold them to those that need them.
+"""DataPlane: carries out redistribution plans; samples go from the ranks that hold them to the ranks that need them.
 
     master ──Give──► give ──► Network ──┬─ to ranks of this host: where the values lie ─┐
                                         └─ to others: the values themselves ────────────┴──► network ──┐
@@ -157,9 +157,9 @@ class DataPlane:
         values = [self.store.arrays(transfer.uids, keys_in_order(transfer, self.store.specs)) for transfer in transfers]
         for transfer, arrays in zip(transfers, values, strict=True):
             is_mapped = any(rank in neighbours for rank in transfer.destinations)
-            places = [self._memory.places_of(arrays)] if is_mapped else []
+            addresses = [self._memory.addresses_of(arrays)] if is_mapped else []
             for rank in transfer.destinations:
-                network.send(places if rank in neighbours else arrays, rank, tag=transfer.tag)
+                network.send(addresses if rank in neighbours else arrays, rank, tag=transfer.tag)
 
     def take(self, transfers: Sequence[Transfer], num_tokens: Mapping[str, Sequence[int]]) -> None:
         """Wait for the transfers that have this rank as a destination, and pass on those that have it as their source.
@@ -203,10 +203,10 @@ class DataPlane:
         what = f"{', '.join(transfer.keys)} of {len(transfer.uids)} samples"
         receive = partial(self._begun().receive, peer=transfer.source, tag=transfer.tag, what=what, deadline=deadline)
         if pid is not None:
-            places = np.empty((len(incoming.kinds), 3), np.int64)
-            receive(places)
+            addresses = np.empty((len(incoming.kinds), 3), np.int64)
+            receive(addresses)
             try:
-                return self._memory.open(pid, places, incoming.kinds)
+                return self._memory.open(pid, addresses, incoming.kinds)
             except NotSharedError as error:
                 raise TransferError(
                     f"rank {transfer.source} has dropped samples before they were taken: {error}"

@@ -1,7 +1,7 @@
 """Arrays that the processes of one host share: written once, mapped by those that need them, never copied between them.
 
-    owner    HostMemory.store(arrays) ──► arrays in a segment ──places_of──► fd, inode, offset ──message──┐
-    reader   HostMemory.open(pid, places, kinds) ◄──────────────────── /proc/PID/fd/FD ◄──────────────────┘
+    owner    HostMemory.store(arrays) ──► arrays in a segment ──addresses_of──► fd, inode, offset ──message─┐
+    reader   HostMemory.open(pid, addresses, kinds) ◄────────────────── /proc/PID/fd/FD ◄───────────────────┘
 
 A segment is a memfd. It has no name in any file system and lives as long as one process has it open or mapped, so that
 nothing is left behind by processes that were killed. Only processes of the same user can open it. Its size is sealed: a
@@ -46,16 +46,16 @@ _ALIGNMENT = 16  # of an array: enough for every dtype
 
 
 class NotSharedError(RuntimeError):
-    """What a place names is not there, or this process may not look at it."""
+    """The array at an address is gone, or this process may not look at it."""
 
 
-Places = npt.NDArray[np.int64]
-"""[arrays, 3]: where each begins, as its owner says it to others.
+Addresses = npt.NDArray[np.int64]
+"""[arrays, 3]: the start of each array, as its owner sends it to other processes.
 
 The segment's file descriptor in the owner's process, its inode, by which a reader knows that the descriptor still is
 that segment, and the offset in bytes.
 """
-_NOWHERE = (-1, -1, 0)  # the place of an array without values
+_NOWHERE = (-1, -1, 0)  # the address of an array without values
 
 
 class Extent(NamedTuple):
@@ -123,21 +123,21 @@ class HostMemory:
             return True
         return id(array.base) in self._segment_by_id and array.flags.c_contiguous
 
-    def places_of(self, arrays: Sequence[Array]) -> Places:
-        """What to tell others of arrays that are held."""
-        places: list[int] = []
+    def addresses_of(self, arrays: Sequence[Array]) -> Addresses:
+        """The addresses of arrays of this memory, for other processes."""
+        addresses: list[int] = []
         for array in arrays:
             if array.size:
                 segment = self._segment_by_id[id(array.base)]
                 # A third of the time that it takes numpy to say where an array lies.
                 address = addressof(c_char.from_buffer(array.data))
-                places += (segment.fd, segment.inode, address - segment.address)
+                addresses += (segment.fd, segment.inode, address - segment.address)
             else:
-                places += _NOWHERE
-        return np.array(places, np.int64).reshape(-1, 3)
+                addresses += _NOWHERE
+        return np.array(addresses, np.int64).reshape(-1, 3)
 
-    def open(self, pid: int, places: Places, kinds: Sequence[tuple[np.dtype[Any], int]]) -> list[Array]:
-        """Arrays of another process: their places, and the type and number of values of each.
+    def open(self, pid: int, addresses: Addresses, kinds: Sequence[tuple[np.dtype[Any], int]]) -> list[Array]:
+        """Arrays of another process: their addresses, and the type and number of values of each.
 
         Raises:
             NotSharedError: if one is gone, or not for this process.
@@ -145,7 +145,7 @@ class HostMemory:
         values_by_inode = {_NOWHERE[1]: np.empty(0, np.uint8)}
         opened: list[Array] = []
         with self._lock:
-            for (fd, inode, offset), (dtype, length) in zip(places.tolist(), kinds, strict=True):
+            for (fd, inode, offset), (dtype, length) in zip(addresses.tolist(), kinds, strict=True):
                 values = values_by_inode.get(inode)
                 if values is None:
                     values = values_by_inode[inode] = self._segment_at(pid, fd, inode)
@@ -219,7 +219,7 @@ def meet_neighbours(
     """
     count_key, refusal_key = f"number of ranks on {host}", f"refusal on {host}"
     shown = memory.store({"rank": np.array([rank], np.int64)})["rank"]
-    ((fd, inode, offset),) = memory.places_of([shown]).tolist()
+    ((fd, inode, offset),) = memory.addresses_of([shown]).tolist()
     number = store.add(count_key, 1)
     store.set(f"{number} on {host}", f"{rank} {os.getpid()} {fd} {inode} {offset}")
     barrier()  # all have written down what they show

@@ -1,4 +1,4 @@
-"""KeptSamples: some of what each train step has learned from, for people to read.
+"""KeptSamples: some training samples of each step, for people to read.
 
     prepared sample ──some prompts of it──► a row for each sequence ──thread──► samples/step-00000040-e2-r0.parquet
                                                                    └── too many bytes: the oldest of this rank go

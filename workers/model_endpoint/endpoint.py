@@ -27,7 +27,7 @@ from aiohttp import web
 from corral.experiments.prompts.chat import ChatRenderer
 from corral.experiments.prompts.messages import Message, ToolSchema, plain_messages
 from corral.experiments.prompts.row_prompts import is_ids
-from corral.experiments.prompts.tokens import answer_text, encode_prompt, first_place, is_longer, longest_text
+from corral.experiments.prompts.tokens import answer_text, encode_prompt, first_index, is_longer, longest_text
 from corral.experiments.trial.guarded_listener import GuardedListener
 from corral.workers.episodes.log import Turn
 from corral.workers.episodes.turn_request import EpisodeEndedError, RequestRefusedError, TurnRequest
@@ -252,7 +252,7 @@ class ModelEndpoint:
         parsed = renderer.parse(answer.output_ids, stopped=answer.stopped, tools=callable_tools, num_before=len(ids))
         message = parsed.as_message()
         if message["content"]:  # programs do not expect what was to end an answer as a part of it; the ids have it
-            message["content"] = message["content"][: first_place(message["content"], asked.stops)]
+            message["content"] = message["content"][: first_index(message["content"], asked.stops)]
         conversations.add(asked.messages, message, turn, tools=tools)
         tokenizer = self._tokenizer if asked.logprobs else None
         return await _send(request, asked, turn, chat_reply(turn, message, model=self._model_name, tokenizer=tokenizer))
@@ -284,7 +284,7 @@ class ModelEndpoint:
         turn = await self._turn(episode, ids, asked, stop_token_ids=asked.stop_token_ids or ())
         ends = self._special_ids if turn.answer.stopped else ()
         text = answer_text(self._tokenizer, turn.answer.output_ids, ends=ends)
-        text = text[: first_place(text, asked.stops)]
+        text = text[: first_index(text, asked.stops)]
         tokenizer = None if asked.logprobs is None else self._tokenizer
         return await _send(request, asked, turn, text_reply(turn, text, model=self._model_name, tokenizer=tokenizer))
 

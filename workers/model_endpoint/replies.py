@@ -1,4 +1,4 @@
-"""What the model endpoint answers: a turn ──► JSON of OpenAI's chat or completions, or vLLM's of token ids.
+"""Replies of the model endpoint: a turn ──► JSON of OpenAI's chat or completions, or vLLM's of token ids.
 
 A stream is the same reply in pieces, once it is made: reasoning and text in a few, each call whole, then why it ended.
 """

@@ -1,4 +1,4 @@
-"""What programs ask of the model endpoint: JSON ──check──► a struct, or ApiError in OpenAI's form.
+"""Requests of programs to the model endpoint: JSON ──check──► a struct, or ApiError in OpenAI's form.
 
 A field is heeded, passed over on purpose, or refused by its name. Passed over is what keeps books (`user`, `metadata`),
 and what says how is sampled (`temperature`, `top_p`, `seed`, penalties), which is the trial's to say. So is a

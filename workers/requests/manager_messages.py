@@ -1,4 +1,4 @@
-"""What rollout workers, and the master, say to the generation-server manager, and it to them.
+"""Messages between the generation-server manager and rollout workers, and between it and the master.
 
     Allocate --> Allocation     a prompt, as soon as it may start. Its admission number is its birth order.
     Schedule --> Route          which server makes the next tokens? As soon as one may.

@@ -1,4 +1,4 @@
-"""What the master and the model workers say to each other.
+"""Messages between the master and the model workers.
 
     master --WorkerRequest{request, riders}--> model worker --Reply--> master
 

@@ -1,4 +1,4 @@
-"""Judge: a language model says what an answer is worth, by any endpoint of OpenAI's API.
+"""Judge: a language model as reward, by any endpoint of OpenAI's API.
 
     answer ──prompt──► known? ──► verdict ◄──regular expression── reply
                          └── no ──► budget left? ──► POST {url}/chat/completions

@@ -127,7 +127,7 @@ class _Lengths:
         return min(remaining, math.ceil(mean))
 
 
-class _Place:
+class _Assignment:
     """The server that a group was sent to, once."""
 
     def __init__(self, url: str) -> None:
@@ -145,8 +145,8 @@ class _Group:
     oldest_version: str = ""
     """Of what came before, in other answers; "" if nothing did."""
     watch: Watch | None = None
-    place: _Place | None = None
-    placed_s: float = math.inf
+    assignment: _Assignment | None = None
+    assigned_s: float = math.inf
     """When it first had one."""
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -237,13 +237,13 @@ class GenerationClient:
                 del self._under_way[uid]
 
     def _note(self, group: _Group) -> None:
-        if group.place is not None:
+        if group.assignment is not None:
             span = Span(
                 lane="answers",
                 name="generate",
-                start_s=group.placed_s,
+                start_s=group.assigned_s,
                 end_s=time.monotonic(),
-                waits_for=(group.place.url,),
+                waits_for=(group.assignment.url,),
                 about=group.uid,
                 tokens=sum(len(answer.output_ids) for answer in group.answers),
             )
@@ -253,10 +253,10 @@ class GenerationClient:
         """Make one answer, however many requests that takes; its index."""
         answer, num_futile = group.answers[index], 0
         budget, aborted = FailureBudget(self.num_servers), set[tuple[str, str]]()
-        place, events_seen = await self._place(group, None, None), self._lengths.num_events
+        assignment, events_seen = await self._assign(group, None, None), self._lengths.num_events
         while True:
             num_before = len(answer.output_ids)
-            setback = await self._stream(place.url, group, answer)
+            setback = await self._stream(assignment.url, group, answer)
             if answer.finished:
                 self._lengths.ended(len(answer.output_ids))
                 return index
@@ -278,23 +278,23 @@ class GenerationClient:
                 # Logged after the pause: at the end of a trial servers and clients leave together, and this would be
                 # noise.
                 logger.warning("%s/generate failed: %s", setback.url, setback.reason)
-            place = await self._place(group, place, setback)
+            assignment = await self._assign(group, assignment, setback)
 
-    async def _place(self, group: _Group, left: _Place | None, setback: FailedTry | None) -> _Place:
-        """Where to go on from the place that an answer leaves: where another of its group has gone from there, or where
-        the manager says. It hears of one failure of several answers once: told again, it would bench a server that
-        has come back in the meantime."""
+    async def _assign(self, group: _Group, left: _Assignment | None, setback: FailedTry | None) -> _Assignment:
+        """The next server for an answer that leaves its server: where another of its group has gone from there, or
+        where the manager says. It hears of one failure of several answers once: told again, it would bench a server
+        that has come back in the meantime."""
         async with group.moving:
-            if group.place is not None and group.place is not left:
-                return group.place
+            if group.assignment is not None and group.assignment is not left:
+                return group.assignment
             versions = {span.version for answer in group.answers for span in answer.spans}
             versions |= {group.oldest_version} - {""}
             oldest = min(versions, key=PolicyVersion.parse, default="")
             while (url := await self.route(group.uid, self._expected(group), oldest, setback)) is None:
                 setback = None
                 await _pause(0)
-            group.place, group.placed_s = _Place(url), min(group.placed_s, time.monotonic())
-            return group.place
+            group.assignment, group.assigned_s = _Assignment(url), min(group.assigned_s, time.monotonic())
+            return group.assignment
 
     def _expected(self, group: _Group) -> int:
         """Tokens that its server will hold for it; answers in the same request share their prompt."""

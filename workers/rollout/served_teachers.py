@@ -82,9 +82,9 @@ class ServedTeachers:
             taught = behind_prompts(sample, [prompt_ids] * len(sample.answer_lengths()))
         for name, endpoint in self.endpoints.items():
             (key,) = keys_of_teachers([name] if name else [], None)
-            values = np.zeros(len(taught.policy_places), np.float32)
+            values = np.zeros(len(taught.policy_mask), np.float32)
             if name in ("", source):
-                values[taught.policy_places] = (await self._logprobs(endpoint, taught.sample))[taught.places]
+                values[taught.policy_mask] = (await self._logprobs(endpoint, taught.sample))[taught.mask]
             sample = sample.with_key(key, values)
         ended = time.monotonic()
         self.record(Span(lane="teachers", name="teacher", start_s=started, end_s=ended))

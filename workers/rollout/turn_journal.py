@@ -1,4 +1,4 @@
-"""TurnJournal: the finished turns of episodes that are under way, so that who plays one again need not make them again.
+"""TurnJournal: the finished turns of unfinished episodes, so that a second start of an episode need not repeat them.
 
     turn finished ──append──► {directory}/{uid}.{episode}     on the shared file system, where all rollout workers look,
                                                               a line of JSON for each;

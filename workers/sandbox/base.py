@@ -1,4 +1,4 @@
-"""A program that nobody trusts, in a sandbox: its limits, and what is said of its run.
+"""An untrusted program in a sandbox: its limits, and the result of its run.
 
     upload ──► work directory ◄── exec ──► Result: exit code or signal, output, which limit ended it
                     └──► download              └── no sandbox, no result: SandboxError

@@ -1,4 +1,4 @@
-"""What a sandbox sees, as bubblewrap's command line. Pure, but for looking at which folders there are.
+"""The view of a sandbox, as bubblewrap's command line. Pure, but for looking at which folders there are.
 
 /usr, and what Python needs elsewhere    read-only: no home, no /etc but the linker's, no environment
 /proc, /dev, a loopback interface        its own: no process and no network but those of the sandbox

@@ -1,6 +1,6 @@
 """SandboxPool: so many sandboxes at a time, for async functions and plain ones, of any thread.
 
-    use(work), use_now(work) ──► a place, within wait_s ──► a new sandbox ──work──► closed, and the place is free
+    use(work), use_now(work) ──► a slot, within wait_s ──► a new sandbox ──work──► closed, and the slot is free
                                         └── none: SandboxError
 
 Sandboxes are made in a thread of the pool's own: what runs in them ends with the thread that started it.
@@ -33,14 +33,14 @@ class SandboxPool:
     def __init__(self, number: int, *, wait_s: float = 60.0) -> None:
         """
         Args:
-            wait_s: longest wait for a place.
+            wait_s: longest wait for a slot.
         """
         if number < 1:
-            raise ValueError(f"a pool of sandboxes has at least 1 place, got {number}")
+            raise ValueError(f"a pool of sandboxes has at least 1 slot, got {number}")
         self._number = number
         self._wait_s = wait_s
         self._loop = asyncio.new_event_loop()
-        self._places = asyncio.Semaphore(number)
+        self._slots = asyncio.Semaphore(number)
         self._uses = set[asyncio.Task[Any]]()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sandboxes", daemon=True)
 
@@ -59,7 +59,7 @@ class SandboxPool:
         """What the work returns or raises; it is cancelled with the caller.
 
         Raises:
-            SandboxError: if no place is free in time, or no sandbox can be made.
+            SandboxError: if no slot is free in time, or no sandbox can be made.
         """
         return await asyncio.wrap_future(self._submit(work))
 
@@ -81,17 +81,17 @@ class SandboxPool:
         task.add_done_callback(self._uses.discard)
         try:
             async with asyncio.timeout(self._wait_s):
-                await self._places.acquire()
+                await self._slots.acquire()
         except TimeoutError as error:
             raise SandboxError(
-                f"none of {self._number} sandboxes was free within {self._wait_s:g} s; give the pool more places, or "
+                f"none of {self._number} sandboxes was free within {self._wait_s:g} s; give the pool more slots, or "
                 "shorter deadlines to what runs in them"
             ) from error
         try:
             async with await Bubblewrap.create() as sandbox:
                 return await work(sandbox)
         finally:
-            self._places.release()
+            self._slots.release()
 
     async def _cancel_all(self) -> None:
         uses = list(self._uses)

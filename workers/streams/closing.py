@@ -1,4 +1,4 @@
-"""What ends in order: bases of what is closed when its `with` block ends, and waits that leave no task behind."""
+"""Orderly ends: base classes of objects that close with their `with` block, and waits that leave no task behind."""
 
 import asyncio
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""What a stream can answer other than a message.
+"""Errors of streams.
 
 StreamError
 +-- MalformedMessageError    bytes that are no message of this trial; receivers count and drop it

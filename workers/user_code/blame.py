@@ -1,4 +1,4 @@
-"""Whose line it was: an exception, or a frame that hangs -> type, message, and where in the user's file."""
+"""Finds the user's line: an exception, or a frame that hangs -> type, message, file and line of the user's code."""
 
 import os
 import sys
@@ -23,8 +23,8 @@ def describe_error(error: BaseException) -> str:
     except Exception:  # the error is the user's code, too
         text = "an error whose text cannot be shown"
     what = f"{type(error).__name__}: {text[:LONGEST_CAUSE]}" if text else type(error).__name__
-    place = place_of(error)
-    return printable(f"{what} ({place})" if place else what)
+    location = location_of(error)
+    return printable(f"{what} ({location})" if location else what)
 
 
 def printable(text: str) -> str:
@@ -32,7 +32,7 @@ def printable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def place_of(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """Where in the user's file it was: "my_rewards.py:12"; "" if it came through none."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{short_path(error.filename)}:{error.lineno}"
@@ -41,8 +41,8 @@ def place_of(error: BaseException) -> str:
 
 def standing_in(frame: FrameType | None) -> str:
     """Where somebody stands who does not come back: ", in my_rewards.py:12"; "" if nobody knows."""
-    place = _outermost(traceback.extract_stack(frame)) if frame is not None else ""
-    return f", in {place}" if place else ""
+    location = _outermost(traceback.extract_stack(frame)) if frame is not None else ""
+    return f", in {location}" if location else ""
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class Host:
         self._judged: dict[int, asyncio.Future[float]] = {}
         self._numbers = itertools.count()
         self._memory = mmap.mmap(setup.mark, MARK_BYTES)
-        self._places = asyncio.Semaphore(program.concurrency)
+        self._slots = asyncio.Semaphore(program.concurrency)
         self._forks: set[_Fork] = set()
         self._idle: list[_Fork] = []
 
@@ -185,7 +185,7 @@ class Host:
     async def _run(self, number: int, asked: Mapping[str, Any], line: bytes) -> None:
         """From what is asked to what came of it; a run that is cancelled has nobody who waits for it."""
         try:
-            async with self._places:
+            async with self._slots:
                 if self._program.call is not None:
                     reply = await self._call_in_fork(self._program.call, line)
                 else:

@@ -21,7 +21,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from corral.workers.user_code.blame import place_of
+from corral.workers.user_code.blame import location_of
 from corral.workers.user_code.checks import LateError
 
 logger = logging.getLogger(__name__)
@@ -101,14 +101,14 @@ class Run:
 
     def _late(self, task: "asyncio.Task[T | BaseException]") -> LateError:
         outcome = task.result() if task.done() and not task.cancelled() else None
-        place = place_of(outcome) if isinstance(outcome, BaseException) else ""
+        location = location_of(outcome) if isinstance(outcome, BaseException) else ""
         text = f"no result within {self._timeout_s:g} s"
         if self._may_ask:
             text = (
                 f"{self._name} waited {self._timeout_s:g} s ({self._setting}) for something that is neither an answer "
                 "nor a reward"
             )
-        return LateError(text + (f", in {place}" if place else ""))
+        return LateError(text + (f", in {location}" if location else ""))
 
 
 class _Marked(Generic[T]):

@@ -22,8 +22,8 @@ from corral.launcher.slurm.srun import (
     EXIT_OF_SRUN,
     SrunRunner,
     SrunTask,
-    StepPlace,
     StepSignals,
+    StepSlot,
     signal_tasks,
     srun_command,
 )
@@ -42,7 +42,7 @@ def step(**fields: Any) -> Step:
 
 
 def test_a_worker_without_gpus_sees_none() -> None:
-    place = StepPlace(step=step(node_index=1), running=HEAD, node_gpus=8)
+    place = StepSlot(step=step(node_index=1), running=HEAD, node_gpus=8)
     assert srun_command("rollout_worker/3", WORK, place) == [
         "srun", "--jobid=7", "--job-name=rollout_worker-3", "--exact", "--nodes=1", "--ntasks=1", "--nodelist=n2",
         "--cpus-per-task=2", "--mem=500M", "--gres=none", *COMMON_END,
@@ -51,7 +51,7 @@ def test_a_worker_without_gpus_sees_none() -> None:
 
 
 def test_a_step_in_a_component_names_the_leader_and_its_group() -> None:
-    place = StepPlace(step=step(gpus=2, gpu_indices=(0, 1)), running=COMPONENT, node_gpus=8)
+    place = StepSlot(step=step(gpus=2, gpu_indices=(0, 1)), running=COMPONENT, node_gpus=8)
     assert srun_command("model_worker/0", WORK, place) == [
         "srun", "--jobid=7", "--het-group=1", "--job-name=model_worker-0", "--exact", "--nodes=1", "--ntasks=1",
         "--nodelist=n3", "--cpus-per-task=2", "--mem=500M", "--gpus-per-task=2", *COMMON_END, "python", "-m", "work",
@@ -60,14 +60,14 @@ def test_a_step_in_a_component_names_the_leader_and_its_group() -> None:
 
 def test_a_sliced_worker_shares_the_nodes_gpus_and_the_cores_of_those_who_do() -> None:
     sliced = step(gpus=2, gpu_indices=(4, 5), gpu_binding="slice")
-    command = srun_command("model_worker/2", WORK, StepPlace(step=sliced, running=HEAD, node_gpus=8, sliced_cpus=6))
+    command = srun_command("model_worker/2", WORK, StepSlot(step=sliced, running=HEAD, node_gpus=8, sliced_cpus=6))
     assert {"--exact", "--overlap", "--gres=gpu:8", "--cpus-per-task=6", "--mem=500M"} <= set(command)
     inside = command[command.index("sh") :]
     assert (inside[:2], inside[3:]) == (["sh", "-c"], ["cut-gpus", "4,5", "2", "python", "-m", "work"])
 
 
 def test_where_slurm_counts_no_gpus_the_planned_ones_are_named() -> None:
-    place = StepPlace(step=step(gpus=2, gpu_indices=(4, 5)), running=HEAD, node_gpus=8)
+    place = StepSlot(step=step(gpus=2, gpu_indices=(4, 5)), running=HEAD, node_gpus=8)
     command = srun_command("model_worker/0", WORK, place, counts_gpus=False)
     assert command[-5:] == ["env", "CUDA_VISIBLE_DEVICES=4,5", "python", "-m", "work"]
     assert not any("gres" in word or "gpus-per" in word for word in command)
@@ -99,7 +99,7 @@ def run_cut(inherited: str | None, planned: tuple[int, ...]) -> subprocess.Compl
     """Runs what stands behind srun's options, with a command that says what it sees."""
     say = ContainedCommand(command=("sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES" "$1"', "say", "it's $x"), environment={})
     sliced = step(gpus=len(planned), gpu_indices=planned, gpu_binding="slice")
-    command = srun_command("model_worker/0", say, StepPlace(step=sliced, running=HEAD, node_gpus=8))
+    command = srun_command("model_worker/0", say, StepSlot(step=sliced, running=HEAD, node_gpus=8))
     environment = {"PATH": os.environ["PATH"]} | ({} if inherited is None else {"CUDA_VISIBLE_DEVICES": inherited})
     return subprocess.run(
         command[command.index("sh") :], env=environment, capture_output=True, text=True, timeout=120, check=False
@@ -150,7 +150,7 @@ def test_pyxis_is_told_by_options_of_srun() -> None:
         "--container-env=CORRAL_BIND_ADDRESS,LIST",
     )
     assert inside.command == ("/opt/py", "-m", "corral.workers", "--plan", "/t/plan.json")
-    place = StepPlace(step=step(), running=HEAD)
+    place = StepSlot(step=step(), running=HEAD)
     command = srun_command("rollout_worker/0", inside, place)
     assert command.index("--container-image=nvcr.io#nvidia/pytorch:24.01") < command.index("env")
 
@@ -240,9 +240,9 @@ def test_an_allocation_that_comes_and_goes_is_looked_at_anew_for_each_start(tmp_
     allocations = {0: HEAD}
     runner = make_runner(tmp_path, allocations, layout="jobs")
     allocations[1] = RunningAllocation(job_id="9", het_group=None, hosts=("n9",))
-    assert runner.place_of("model_worker/0").host == "n9"
+    assert runner.slot_of("model_worker/0").host == "n9"
     allocations[1] = RunningAllocation(job_id="9", het_group=None, hosts=("n4",))
-    assert runner.place_of("model_worker/0").host == "n4"
+    assert runner.slot_of("model_worker/0").host == "n4"
 
 
 class SteppingClient(SlurmClient):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, Place, UnsatisfiableError, located
+from corral.experiments.errors import NO_SOURCE, ConfigError, ConfigSource, Location, UnsatisfiableError, located
 from corral.experiments.plan import RunPlan
 from corral.launcher.layout.layout import Layout
 from corral.launcher.layout.planner import plan_layout
@@ -482,7 +482,7 @@ def test_the_key_that_is_given_is_blamed_for_a_signal_that_comes_too_early() -> 
     """The time limit may be a profile's or a group's, and the signal what somebody typed."""
 
     def blamed(plan: RunPlan, *given: tuple[str, ...]) -> tuple[str | int, ...]:
-        source = ConfigSource(place_by_path={path: Place(Path("x.yaml"), 1) for path in given})
+        source = ConfigSource(location_by_path={path: Location(Path("x.yaml"), 1) for path in given})
         with pytest.raises(ConfigError) as refused:
             check_values(asks_of(plan, source), plan, source)
         return refused.value.problems[0].path

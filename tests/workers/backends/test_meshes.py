@@ -57,7 +57,7 @@ def play_rank(world: ParallelContext, model: Path, directory: Path) -> None:
         if context is not None:
             seen[name] = {
                 "coords": context.coords,
-                "is_first": context.place == 0,
+                "is_first": context.mesh_rank == 0,
                 "is_dp_head": context.is_dp_head,
                 "sum": context.sum_over_ranks({"rank": float(10**world.rank)})["rank"],
                 "text": [context.text_from(place, f"of {world.rank} \u03c0") for place in range(context.mesh.dims.dp)],

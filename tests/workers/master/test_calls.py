@@ -227,7 +227,7 @@ def test_a_rank_that_gives_and_is_asked_anyway_hears_of_both_in_one_message() ->
 @pytest.mark.parametrize("keys", [("ref_logprobs",), ("ref_logprobs", "values")])
 def test_what_a_call_makes_is_known_to_lie_where_it_was_made(keys: tuple[str, ...]) -> None:
     _, buffer = run(call(output_keys=keys))
-    places = {uid: sample.places for uid, sample in buffer.samples.items()}
+    places = {uid: sample.ranks_by_key for uid, sample in buffer.samples.items()}
     assert {uid: set(places[uid]) - {"input_ids", "prompt_mask"} for uid in places} == dict.fromkeys(UIDS, set(keys))
     assert {uid: set(places[uid]["ref_logprobs"]) for uid in UIDS} == {"a": {0}, "b": {1}, "c": {0}, "d": {1}}
 

@@ -15,7 +15,7 @@ from corral.workers.master.sample_source import (
     BufferedSample,
     DatasetSource,
     Drops,
-    Places,
+    RanksByKey,
     SequenceBuffer,
     TrajectorySource,
     note_held,
@@ -271,8 +271,8 @@ def row(uid: str, *, order: int, owner: int = 0) -> BufferedSample:
     )
 
 
-def places(buffer: SequenceBuffer) -> dict[str, Places]:
-    return {uid: sample.places for uid, sample in buffer.samples.items()}
+def places(buffer: SequenceBuffer) -> dict[str, RanksByKey]:
+    return {uid: sample.ranks_by_key for uid, sample in buffer.samples.items()}
 
 
 def test_outputs_and_transfers_add_places_and_a_release_forgets_them_all() -> None:

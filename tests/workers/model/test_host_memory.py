@@ -23,7 +23,7 @@ def num_segments() -> int:
 def place_of(memory: HostMemory, array: npt.NDArray[Any]) -> list[int]:
     """File descriptor, inode, offset."""
     assert memory.holds(array)
-    (place,) = memory.places_of([array]).tolist()
+    (place,) = memory.addresses_of([array]).tolist()
     return list(place)
 
 

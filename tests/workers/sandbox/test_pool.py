@@ -88,5 +88,5 @@ def test_a_pool_that_ends_ends_what_runs_in_it() -> None:
 
 
 def test_a_pool_has_a_place() -> None:
-    with pytest.raises(ValueError, match="at least 1 place, got 0"):
+    with pytest.raises(ValueError, match="at least 1 slot, got 0"):
         SandboxPool(0)

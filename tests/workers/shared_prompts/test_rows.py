@@ -43,7 +43,7 @@ def test_a_row_has_every_token_of_its_answers_and_asks_for_each_of_them_but_the_
         if row.shared is None:
             assert row.input_ids.tolist() == expected.tolist()
             continue
-        places = row.shared.places
+        places = row.shared.indices
         assert row.input_ids[places].tolist() == expected.tolist()
         assert row.position_ids[places].tolist() == positions.tolist()
         assert set(places.tolist()) == set(range(len(row.input_ids)))
@@ -77,7 +77,7 @@ def test_answers_share_their_prompt_as_far_as_the_same_experts_computed_it(
     [row] = shared_rows(routed, MicroBatchSpec())
     assert row.routed_experts is not None and ROUTED_EXPERTS not in row.tensors
     if row.shared is not None:
-        told = row.routed_experts[row.shared.places]
+        told = row.routed_experts[row.shared.indices]
         expected = torch.cat(
             [torch.from_numpy(part) for part in np.split(rows, np.cumsum(sample.answer_lengths())[:-1])]
         )

@@ -45,7 +45,7 @@ _MAX_KEPT: Final = 64  # updates; answers that began before that many of them ar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedTokens:
-    """What both sides say of the same n tokens, answer after answer."""
+    """Log-probabilities of the same n tokens by generator and trainer, answer after answer."""
 
     recorded: Floats
     """[n] log-probabilities from the generator."""

@@ -129,7 +129,7 @@ def copy_own(
     shards, copying = _Shards(max_shard_bytes), HostCopying()
     kept: list[tuple[str, Tensor]] = []
     for name, tensor in weights:
-        is_own = shards.place(name, tensor.numel() * tensor.element_size()) % num_ranks == rank
+        is_own = shards.add(name, tensor.numel() * tensor.element_size()) % num_ranks == rank
         kept.append((name, copying.copy(tensor) if is_own else torch.empty_like(tensor, device="meta")))
     copying.wait()
     return kept
@@ -170,7 +170,7 @@ def write_weights(
 
         for name, tensor in weights:
             before = shards.last
-            shard = shards.place(name, tensor.numel() * tensor.element_size())
+            shard = shards.add(name, tensor.numel() * tensor.element_size())
             if shard != before:
                 write(before)
             if shard % num_ranks == rank:
@@ -198,8 +198,8 @@ class _Shards:
     _bytes_in_last: int = 0
     _shard_by_name: dict[str, int] = field(default_factory=dict)
 
-    def place(self, name: str, size: int) -> int:
-        """The shard of the next tensor."""
+    def add(self, name: str, size: int) -> int:
+        """Add the next tensor; its shard."""
         if self._bytes_in_last and self._bytes_in_last + size > self.max_bytes:
             self.last, self._bytes_in_last = self.last + 1, 0
         self._bytes_in_last += size

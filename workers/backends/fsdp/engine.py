@@ -374,7 +374,7 @@ class FSDPEngine(MeshEngine):
 
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
         content_of = local if self._hosted is None else self._hosted.content_of
-        return make_shard(self._trained(), self._optimizer, header, rank=self.context.place, content_of=content_of)
+        return make_shard(self._trained(), self._optimizer, header, rank=self.context.mesh_rank, content_of=content_of)
 
     def _read_shard(self, stored: train_state.StoredState) -> None:
         read_state(stored, self._trained(), self._optimizer)

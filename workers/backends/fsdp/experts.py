@@ -107,7 +107,7 @@ class StoredExperts:
             return None
         return {name: _Unread(slice_) if _OF_EXPERT.search(name) else slice_ for name, slice_ in self._slices.items()}
 
-    def find_places(self, model: Any) -> bool:
+    def find_pieces(self, model: Any) -> bool:
         """Learn of which stored tensors the parameters on `meta` are made; whether each is made of parts of them.
 
         Args:

@@ -75,7 +75,7 @@ def load_model(directory: Path, head: Head, stored: StoredExperts) -> Any:
     weights = stored.state_dict()
     mapped = _TYPES.get(stored.only_type() or "", torch.float32)  # what is of several types cannot be mapped
     model, report = _from_files(directory, head, config, mapped, weights)
-    if weights is not None and not stored.find_places(model):
+    if weights is not None and not stored.find_pieces(model):
         weights = None  # of a kind that changes more than where the numbers are: transformers does it, with all of them
         model, report = _from_files(directory, head, config, mapped)
     if any(buffer.is_floating_point() and buffer.dtype != torch.float32 for buffer in model.buffers()):

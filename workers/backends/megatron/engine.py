@@ -257,8 +257,8 @@ class MegatronEngine(MeshEngine):
         adapters = Adapters(lora, stage, self._weights, self._bridge)
         adapters.initialize(self._bridge, seed=self.seed)
         frozen = {name: shape for name, shape in self._weights.stored_shapes().items() if adapters.is_frozen(name)}
-        ranks, place = self.context.mesh.dims.world_size, self.context.place
-        own = {name: shape for name, shape in frozen.items() if zlib.crc32(name.encode()) % ranks == place}
+        ranks, mesh_rank = self.context.mesh.dims.world_size, self.context.mesh_rank
+        own = {name: shape for name, shape in frozen.items() if zlib.crc32(name.encode()) % ranks == mesh_rank}
         parts = _needed(self.directory, slices, own)
         own_sum = fold_sums(sum(sum_of_bits(name, part.to(self.compute_dtype)) for name, part in parts))
         self._note_adapters(lora, adapters.layers, own_sum=own_sum)
@@ -322,7 +322,7 @@ class MegatronEngine(MeshEngine):
         return self._trained.export()
 
     def _state_shard(self, header: train_state.TrainStateHeader) -> train_state.StateShard:
-        return self._state.shard(header, rank=self.context.place)
+        return self._state.shard(header, rank=self.context.mesh_rank)
 
     def _read_shard(self, stored: train_state.StoredState) -> None:
         """A collective: each rank gives the others its shard of the weights, once it has read it."""

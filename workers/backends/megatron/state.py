@@ -1,4 +1,4 @@
-"""What a rank of the megatron backend keeps of a training state: master weights and moments, as parts of the model.
+"""The training state of a rank of the megatron backend: master weights and moments, as parts of the model.
 
 Of a model that follows another one by a moving average it is float32 weights, which are not in its files.
 
@@ -71,7 +71,7 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Places:
+class ParameterLayout:
     """Of all parameters of a rank."""
 
     def __init__(
@@ -189,7 +189,7 @@ class StageState:
     def __init__(self, weights: StageWeights, bridge: Bridge, optimizer: StageOptimizer | None) -> None:
         self._weights, self._bridge, self._optimizer = weights, bridge, optimizer
         self._moments = _MOMENTS if optimizer is not None else []
-        self._places = Places(bridge, weights.parameters, {part.name: part.shape for part in weights.parts})
+        self._layout = ParameterLayout(bridge, weights.parameters, {part.name: part.shape for part in weights.parts})
 
     def shard(self, header: TrainStateHeader, *, rank: int) -> StateShard:
         """This rank's parts of every parameter and its moments; no rank waits for another one."""
@@ -256,14 +256,14 @@ class StageState:
 
     def _parts(self, name: str, shard: ParameterShard) -> Iterator[Part]:
         length = shard.tensors[PARAMETER].numel()
-        for box in self._places.boxes(name, shard.start, length):
+        for box in self._layout.boxes(name, shard.start, length):
             for kind, tensor in shard.tensors.items():
                 values = tensor[box.offset : box.offset + math.prod(box.shape)].view(box.shape)
                 yield Part(f"{kind}.{box.name}", box.start, values)
 
     def _stored_step(self, header: TrainStateHeader, name: str) -> float:
         """Of the tensors that a parameter is made of, which have all made the same."""
-        steps = {tensor: header.scalars.get(f"{_STEP}.{tensor}", 0.0) for tensor in sorted(self._places.names(name))}
+        steps = {tensor: header.scalars.get(f"{_STEP}.{tensor}", 0.0) for tensor in sorted(self._layout.names(name))}
         if len(set(steps.values())) > 1:
             raise ValueError(
                 f"the stored optimizer has made unequal numbers of steps of tensors that are one to Megatron: {steps}; "
