@@ -141,9 +141,8 @@ def check_timeline(trial: Trial) -> None:
     assert {span.worker for span in figures.spans} == set(WORKERS)
     rooms = {(span.worker.partition("/")[0], span.lane) for span in figures.spans}
     assert {("rollout_worker", "answers"), ("rollout_worker", "rewards"), ("generation_server", "weights")} < rooms
-    assert "of " in trial.run("rl-trace") and trial.run("rl-trace").splitlines()[0] in trial.run(
-        "rl-status", "--explain"
-    )
+    said = trial.run("rl-trace")
+    assert "of " in said and said.splitlines()[0] in trial.run("rl-status", "--explain")
 
 
 def check_questions(trial: Trial, answer: dict[str, Any]) -> None:
