@@ -53,9 +53,9 @@ class AsyncPPOExperiment(PolicyExperiment):
     experiment: str = "async_ppo"
     """Asynchronous PPO and GRPO."""
     allocation: str = "hf:d1+fsdp:d1"
-    """Who generates and who trains, on how many GPUs or processes: hf:d2+fsdp:d4."""
+    """Engines that generate and train, each with its GPUs or processes: hf:d2+fsdp:d4."""
     dataset: DatasetConfig = DatasetConfig()
-    """What is learned from; its path is left out with rollout.environment, which brings its tasks."""
+    """The training prompts; leave out their path with rollout.environment, which brings its tasks."""
     rollout: RolloutConfig = RolloutConfig()
     """How answers are made and judged."""
     engine: EngineConfig = EngineConfig()

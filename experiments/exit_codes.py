@@ -25,7 +25,7 @@ class CommandExit(IntEnum):
 
 
 class UserError(Exception):
-    """What a user can mend: a command prints it, and leaves with its code."""
+    """An error that a user can mend: a command prints it, and exits with its code."""
 
     exit_code = CommandExit.ERROR
 

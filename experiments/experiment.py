@@ -68,7 +68,7 @@ Name = Annotated[str, AfterValidator(validate_name)]
 
 
 class Experiment(FrozenConfig):
-    """What all experiments have in common."""
+    """The common part of all experiments."""
 
     experiment: str
     """Kind of the experiment: a name, or the import path of a class of your own."""
@@ -77,11 +77,11 @@ class Experiment(FrozenConfig):
     seed: int = Field(default=1, ge=0, lt=2**63)
     """Every random choice follows from it."""
     allocation: str
-    """Who generates and who trains, on how many GPUs or processes: hf:d2+fsdp:d4."""
+    """Engines that generate and train, each with its GPUs or processes: hf:d2+fsdp:d4."""
     train_batch_size: int = Field(default=64, ge=1)
     """Prompts (rows, where nothing is generated) that one train step consumes."""
     dataset: DatasetConfig
-    """What is learned from."""
+    """The training data."""
     evaluation: EvaluationConfig | None = None
     """Held-out rows; None trains without looking."""
     control: TrainControl = TrainControl()
@@ -102,7 +102,7 @@ class Experiment(FrozenConfig):
     generates: ClassVar[bool] = False
     """Whether there is a generation side: servers, a manager and rollout workers."""
     heads: ClassVar[Mapping[str, Head]] = {"critic": "value", "reward": "scalar"}
-    """What the models of some roles make of tokens; all others are language models."""
+    """The heads of some roles' models; all others are language models."""
     role_by_field: ClassVar[Mapping[str, str]] = {"model": "actor", "reward_model": "reward"}
     """Roles of the models in some fields; all others are called as their fields."""
     beside_first: ClassVar[frozenset[str]] = frozenset()
@@ -111,7 +111,7 @@ class Experiment(FrozenConfig):
     @property
     @abstractmethod
     def row_kind(self) -> RowKind:
-        """What every row of the datasets must have."""
+        """The kind of the training rows."""
 
     @cached_property
     def models(self) -> dict[str, ModelConfig]:
@@ -164,7 +164,7 @@ class Experiment(FrozenConfig):
     @property
     @abstractmethod
     def sample_keys(self) -> tuple[str, ...]:
-        """What samples have before the first call of a step."""
+        """The keys of samples before the first call of a step."""
 
     @cached_property
     def graph(self) -> DataflowGraph:
@@ -193,7 +193,7 @@ class Experiment(FrozenConfig):
 
     @cached_property
     def allocation_problems(self) -> list[ConfigProblem]:
-        """What the allocation has that this experiment or this version cannot do."""
+        """Parts of the allocation that this experiment or this version does not support."""
         return check_allocation(self.parsed_allocation, roles=self.roles, generates=self.generates)
 
     @property
@@ -232,7 +232,7 @@ class Experiment(FrozenConfig):
         return copied
 
     def default_scheduling(self, kind: WorkerKind) -> Scheduling:
-        """What a worker asks for where the experiment does not say."""
+        """The resources of a worker where the experiment does not set them."""
         default = default_scheduling(gpus_per_server=self.parsed_allocation.gpus_per_server)[kind]
         if kind != "model_worker":
             return default
@@ -258,7 +258,7 @@ class Experiment(FrozenConfig):
 
     @cached_property
     def checked_dataset(self) -> CheckedDataset:
-        """What is in the dataset that is learned from."""
+        """The result of the checks of the training data."""
         rows, limits = self.listed_rows.get("dataset"), self.length_limits()
         try:
             config = self.located_dataset
@@ -298,7 +298,7 @@ class Experiment(FrozenConfig):
 
     @property
     def held_out_kind(self) -> RowKind:
-        """What every held-out row must have."""
+        """The kind of the held-out rows."""
         return self.row_kind
 
     @property
@@ -473,5 +473,5 @@ class Experiment(FrozenConfig):
 
 
 def _leaving(model: ModelConfig) -> tuple[OffloadHook, ...]:
-    """What a model's last call of a step ends with, where it makes room for others."""
+    """The hooks behind a model's last call of a step, if it makes room for other models."""
     return (OffloadHook(),) if model.offload == "between_calls" else ()

@@ -65,7 +65,7 @@ def server_memory(
 
 
 def _staged(model: TrainedModelConfig, weights: WeightsConfig) -> dict[str, int]:
-    """What lies in the host's memory for all of its servers."""
+    """Host memory in MB for all servers of a host, by purpose."""
     if weights.place == "shared" or not weights.host_directory.is_relative_to(_MEMORY_FILE_SYSTEM):
         return {}
     # Adapters travel with whole versions; where they travel alone, what they are beside is kept.

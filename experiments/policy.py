@@ -261,7 +261,7 @@ class PolicyExperiment(Experiment):
         return () if declared is None else declared.names(attribute, call_type)
 
     def _own_keys(self) -> tuple[str, ...]:
-        """What a loss, an advantage or an interface of the user's own reads besides."""
+        """Further keys that a loss, an advantage or an interface of the user's own reads."""
         made_on_the_way = self.declared_names(self.ppo.advantage, "outputs")
         read = [
             *self.declared_names(self.ppo.advantage, "inputs"),

@@ -31,7 +31,7 @@ class PPOExperiment(PolicyExperiment):
     experiment: str = "ppo"
     """Synchronous PPO and GRPO."""
     allocation: str = "fsdp:d1"
-    """Who holds which model, on how many GPUs or processes: actor,ref=fsdp:d2,critic,reward=fsdp:d2."""
+    """Layout of each role's model on GPUs or processes: actor,ref=fsdp:d2,critic,reward=fsdp:d2."""
     engine: EngineConfig = EngineConfig()
     """The generation engine of each data-parallel rank."""
 

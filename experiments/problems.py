@@ -283,7 +283,7 @@ def _of_evaluation(experiment: Experiment, evaluation: EvaluationConfig) -> Iter
 
 
 def _of_policy(experiment: PolicyExperiment) -> Iterator[ConfigProblem]:
-    """What contradicts each other in the algorithm, its models, and its rows."""
+    """Contradictions between the algorithm, its models, and its rows."""
     yield from _of_ppo(experiment)
     served = {
         f"rollout.teachers.{name}" if name else "rollout.teacher": one.path
@@ -415,7 +415,7 @@ def _of_one_teacher(teacher: Path, actor: Path, *, key: str, top_k: int | None) 
 
 
 def _of_served_teachers(experiment: PolicyExperiment, keys: str) -> Iterator[ConfigProblem]:
-    """What teachers outside of the trial cannot say."""
+    """Settings that teachers outside of the trial do not support."""
     temperature = experiment.rollout.sampling.temperature
     if temperature != 1.0:
         yield ConfigProblem(

@@ -432,7 +432,7 @@ class ExtraJobs:
     trial: PlacedTrial
     attempt: int
     own: RunningAllocations
-    """What the supervisor's own job has."""
+    """The allocations of the supervisor's own job."""
     record: Callable[..., None]
     """Adds a line to the journal."""
     exclude_nodes: Sequence[str] = ()
@@ -494,7 +494,7 @@ class ExtraJobs:
         self._wishes.append(partial(self._book.release, name))
 
     def allocations(self) -> RunningAllocations:
-        """What runs at the moment."""
+        """The allocations that run at the moment."""
         return {**self.own, **self._running}
 
     def why_away(self, allocation: int) -> str:

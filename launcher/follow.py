@@ -212,5 +212,5 @@ def _wait_on_terminal(facts: TrialFacts, reader: StatusReader, interval_s: float
 
 
 def exit_code(status: TrialStatus) -> CommandExit:
-    """What --wait answers."""
+    """The exit code of --wait."""
     return _EXIT_BY_STATE.get(status.state, CommandExit.FAILED)

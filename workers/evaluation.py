@@ -189,7 +189,7 @@ def _result(request: EvaluationRequest, progress: EvaluationProgress) -> Evaluat
 
 
 def _read_progress(request: EvaluationRequest) -> EvaluationProgress:
-    """How far earlier starts got; who asks for an evaluation removes what an earlier request left."""
+    """The progress of earlier starts; a new request for an evaluation removes the files of an earlier one."""
     digest = dataset_spec(request.evaluation.dataset, kind="prompts").sha256
     if digest != request.dataset_sha256:
         raise ValueError(

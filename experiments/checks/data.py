@@ -16,7 +16,7 @@ MODEL_CONTEXT = "the model's max_position_embeddings"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedDataset:
-    """What was found in a dataset."""
+    """The result of the checks of a dataset."""
 
     num_rows: int | None
     """Rows that can be used; None if it is broken."""
@@ -24,7 +24,7 @@ class CheckedDataset:
     too_long: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Numbers of rows that are longer than they may be, by source; empty where not every row was looked at."""
     fields: frozenset[str] = frozenset()
-    """Those that one of the rows that were looked at has."""
+    """The fields of the rows that were looked at."""
     warnings: tuple[str, ...] = ()
     """What has to be known of rows that are too long, and of those that were not looked at."""
 
@@ -93,7 +93,7 @@ def _too_long(
 
 
 def check_field(field: str | None, what: str, checked: CheckedDataset, path: KeyPath) -> Iterator[ConfigProblem]:
-    """What no row has, though a key names the field."""
+    """A problem if a key names a field that no row has."""
     if field is not None and checked.num_rows is not None and field not in checked.fields:
         yield ConfigProblem(
             f"no row that was looked at has {what} in a field {field!r}",

@@ -108,7 +108,7 @@ def _of_sizes(role: str, model: ModelConfig, dims: ParallelDims) -> Iterator[Con
 
 
 def heads_left(dims: ParallelDims, num_heads: int) -> tuple[str, int, str, int]:
-    """What context-parallel ranks share, for `check_divisible`."""
+    """The attention heads that context-parallel ranks share, for `check_divisible`."""
     left_by_t = f" left by t{dims.tp}" if dims.tp > 1 else ""
     return "c", dims.cp, f"attention heads{left_by_t}", num_heads // dims.tp
 
@@ -129,7 +129,7 @@ def check_divisible(divided: Iterable[tuple[str, int, str, int]], *, of: str) ->
 
 
 def _inner_sizes(sizes: DecoderSizes) -> Iterator[tuple[str, int]]:
-    """What ranks of t share of the layers that there are."""
+    """Inner sizes of layers, by name, that tensor-parallel ranks share."""
     if len(sizes.sparse_layers) < sizes.num_layers:
         yield "the MLP", sizes.intermediate_size
     if sizes.sparse_layers:

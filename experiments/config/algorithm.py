@@ -52,7 +52,7 @@ def named_or_imported(text: str, names: tuple[str, ...]) -> str:
 
 
 class KLConfig(FrozenConfig):
-    """What keeps the policy near a reference model."""
+    """The KL penalty, which keeps the policy near a reference model."""
 
     coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL divergence to the reference model; above 0 it needs `ref`. With `target`, the first one."""
@@ -84,7 +84,7 @@ class KLConfig(FrozenConfig):
 
 
 class DistillationConfig(FrozenConfig):
-    """What the policy learns from a teacher on its own answers (on-policy distillation)."""
+    """On-policy distillation: the policy learns from a teacher on its own answers."""
 
     coef: float = Field(default=0.0, ge=0.0)
     """Weight of the divergence to the teacher; above 0 it needs `teacher`."""
@@ -156,7 +156,7 @@ class PPOConfig(FrozenConfig):
     kl: KLConfig = KLConfig()
     """The divergence to a reference model."""
     distillation: DistillationConfig = DistillationConfig()
-    """What a teacher adds to the advantages."""
+    """A teacher's term in the advantages."""
     early_stop_imp_ratio: float | None = Field(default=5.0, gt=1.0)
     """A mean importance ratio above this ends the train step before the update; None never does."""
     mask_no_eos_with_zero: bool = False
@@ -173,7 +173,7 @@ class PPOConfig(FrozenConfig):
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
-        """What a setting makes pointless is an error, as far as it was written down."""
+        """A written setting that another one makes pointless is an error."""
         own_loss, own_advantage = ":" in self.loss, ":" in self.advantage
         for is_used, reason, *names in (
             (own_loss or self.loss == "ppo", "loss: ppo", "c_clip"),

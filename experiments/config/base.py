@@ -30,7 +30,7 @@ def parts_of(value: object, kind: type[T]) -> Iterator[T]:
 
 
 def changed(config: BaseModel, names: Iterable[str]) -> list[str]:
-    """Those of its fields that have another value than their default."""
+    """The fields whose value differs from the default."""
     return [name for name in names if getattr(config, name) != type(config).model_fields[name].default]
 
 

@@ -38,7 +38,7 @@ class ClusterConfig(FrozenConfig):
     mem_request: Literal["node", "cpu"] = "node"
     """How this site gives out memory: `--mem` per node, or `--mem-per-cpu`, where that is all that jobs may ask for."""
     container_runtime: Literal["apptainer", "singularity", "pyxis"] | None = None
-    """What runs a group's container_image; None where no group has one."""
+    """The container runtime for a group's container_image; None if no group has an image."""
     container_python: str = "python3"
     """Python inside the containers, with corral installed in it."""
 

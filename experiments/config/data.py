@@ -86,7 +86,7 @@ class SourceConfig(FrozenConfig):
     columns: Columns = {}
     """Names of fields, where rows have others than these: `prompt` (text, or, where answers are rewarded, messages or token ids), `answer` (the reference: text, a number, messages; where only rewards read it, any JSON), `messages` (a whole conversation in place of both, where answers of rows are learned), `tools` (OpenAI's list of functions, beside messages), `chosen` and `rejected` (a pair), `id` (else a row has its number, from 0). Two fields are read only if they are named: `teacher_prompt` (what teachers read in the prompt's place) and `temperature` (0.01 to 10, in place of `rollout.sampling.temperature`)."""  # noqa: E501
     files: tuple[Path, ...] = ()
-    """What `path` or `hub` stands for, as it was found at submission; nothing to be written by hand."""
+    """The files of `path` or `hub`, as found at submission; not to be written by hand."""
 
     @property
     def first_and_last(self) -> slice:

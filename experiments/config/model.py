@@ -78,7 +78,7 @@ class ModelConfig(FrozenConfig):
         )
 
     def weights_alone(self) -> "ModelConfig":
-        """What every model has, without what its role adds."""
+        """The settings of every model, without those that its role adds."""
         return ModelConfig(**{name: getattr(self, name) for name in ModelConfig.model_fields})
 
 
@@ -114,7 +114,7 @@ class LoraConfig(FrozenConfig):
 
     @property
     def scale(self) -> float:
-        """What the product B A is multiplied by."""
+        """The factor of the product B A."""
         return self.alpha / self.rank
 
     def adapts(self, layer: str) -> bool:
@@ -155,7 +155,7 @@ class OwnInterface(FrozenConfig):
 
     @property
     def implementation(self) -> str:
-        """What its calls run, by name or import path."""
+        """The interface of its calls, by name or import path."""
         return self.interface or self.role_interface
 
 
@@ -189,7 +189,7 @@ class RewardModelConfig(ModelConfig, OwnInterface):
 
     role_interface: ClassVar[str] = "reward"
     head: Literal["scalar", "lm"] = "scalar"
-    """What it makes of tokens: one score of the whole answer, or log-probabilities, for an interface of your own."""
+    """The model's output: one score of the whole answer, or log-probabilities, for an interface of your own."""
 
     @model_validator(mode="after")
     def _reward_is_a_score(self) -> Self:

@@ -56,7 +56,7 @@ class RewardPart(FrozenConfig):
     function: ImportPath
     """A function (problem, answer text) -> float, or of a group, (problem, answers) or (problem, episodes) -> list of floats, async or not; or a class whose instances are called so. See docs/rewards.md."""  # noqa: E501
     weight: float = 1.0
-    """What its number is multiplied by; 0.0 only measures it."""
+    """Factor of its number in the reward; 0.0 only measures it."""
     settings: dict[str, Any] = {}
     """Fields of the class, by name."""
     concurrency: int | None = Field(default=None, ge=1)
@@ -106,7 +106,7 @@ def remarks_size(parts: Mapping[str, RewardPart], *, of_episodes: bool = False) 
 
 
 def part_remark(name: str, said: str) -> str:
-    """What a part has said, as people read it."""
+    """The remark of a part, as people read it."""
     return f"{name}: {said}"
 
 
@@ -163,7 +163,7 @@ class SamplingConfig(FrozenConfig):
 
 
 class RewardConfig(FrozenConfig):
-    """Who judges answers. Without any setting: the exact match."""
+    """The reward of answers. Without any setting: the exact match."""
 
     reward: RewardParts = DEFAULT_REWARD
     """The import path of a function (problem, answer text) -> float; or several by name, {right: {function: ..., weight: 1.0}}, whose weighted sum it is. See docs/rewards.md."""  # noqa: E501
@@ -201,7 +201,7 @@ class GenerationConfig(RewardConfig):
 
 
 class EpisodeConfig(FrozenConfig):
-    """What one episode of an agent may use up; at a limit nothing more is generated for it."""
+    """Limits of one episode of an agent; at a limit nothing more is generated for it."""
 
     max_turns: int = Field(default=32, ge=1)
     """Answers of the model."""

@@ -40,7 +40,7 @@ ONE_A_LINE = "write one JSON object a line, without line breaks inside"
 
 
 class PlacedError(RowError):
-    """What is wrong with a row, and where it stands."""
+    """An error in a row, with the row's location."""
 
 
 @dataclass(frozen=True, slots=True)

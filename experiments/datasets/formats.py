@@ -102,7 +102,7 @@ if __name__ == "__main__":
 
 
 def name_of(config: SourceConfig) -> str:
-    """What people call a source."""
+    """The name of a source for people."""
     if isinstance(config, DatasetConfig) and config.sources:
         return " + ".join(map(name_of, config.sources.values()))
     return display_path(config.path) if config.path is not None else config.hub or "(tasks of the environment)"
@@ -137,7 +137,7 @@ def find_files(config: SourceConfig) -> tuple[Path, ...]:
 
 
 def unreadable(config: SourceConfig, error: OSError | ValueError) -> ConfigProblem:
-    """What is wrong with a source whose files cannot be found, or read."""
+    """The error of a source whose files cannot be found, or read."""
     if not isinstance(error, OSError):
         return ConfigProblem(*message_and_hint(error))
     named = display_path(Path(error.filename)) if error.filename else name_of(config)

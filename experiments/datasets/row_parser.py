@@ -54,7 +54,7 @@ class DatasetRow:
 
 
 class RowError(RuleError):
-    """What is wrong with a row."""
+    """An error in a row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ LOAD_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundEnvironment:
-    """What an environment has said of itself."""
+    """An environment as its host describes it."""
 
     rows: Mapping[str, bytes]
     """JSON lines of id, prompt to be shown, task; by the key of the dataset for which they were asked."""
@@ -44,7 +44,7 @@ def host_command(python: Path, mode: str, settings: Mapping[str, Any], where: st
 
 
 def host_settings(config: EnvironmentConfig) -> dict[str, Any]:
-    """What a host has to know of the configuration."""
+    """The part of the configuration that a host needs."""
     return {"id": config.id, "args": config.args}
 
 

@@ -35,7 +35,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def inspect_model(directory: Path) -> Iterator[ConfigProblem]:
-    """What is wrong with the directory of a model."""
+    """An error in the directory of a model."""
     name = display_path(directory)
     if not directory.is_dir():
         kind = "is not a directory" if directory.exists() else "does not exist"
@@ -229,7 +229,7 @@ def _inspect_weights(directory: Path) -> tuple[Shapes, list[ConfigProblem]]:
 
 
 class _Tensor(msgspec.Struct):
-    """What a header says of one tensor."""
+    """The header's entry of one tensor."""
 
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]

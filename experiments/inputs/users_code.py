@@ -21,7 +21,7 @@ SHIPPED = (EXACT_MATCH, NO_REWARD, SINGLE_TURN)
 
 
 class Question(FrozenConfig):
-    """What to import, and what to try."""
+    """The names to import, and the calls to try."""
 
     roots: tuple[Path, ...]
     """Folders that modules are looked for in, before those of the environment."""
@@ -118,7 +118,7 @@ class UsedFile(FrozenConfig):
 
 
 class Findings(FrozenConfig):
-    """What became of it."""
+    """The findings."""
 
     problems: tuple[Problem, ...] = ()
     sandboxed: tuple[str, ...] = ()

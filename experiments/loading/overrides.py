@@ -57,7 +57,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Sequence[Override]) -> d
 
 
 def value_at(data: Any, path: KeyPath, default: Any = None) -> Any:
-    """What stands at a key path of raw values."""
+    """The value at a key path of raw values."""
     for part in path:
         if not (part in data if isinstance(data, dict) else isinstance(data, list) and part in range(len(data))):
             return default

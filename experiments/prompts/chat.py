@@ -53,7 +53,7 @@ class AssistantMessage:
     """An answer of the model, taken apart."""
 
     content: str
-    """What it says, without its reasoning and its calls."""
+    """The text of the answer, without its reasoning and its calls."""
     reasoning: str
     tool_calls: tuple[ToolCall, ...]
     text: str

@@ -91,7 +91,7 @@ def is_longer(asked: object, most: int) -> bool:
 
 
 def answer_text(tokenizer: Any, ids: Sequence[int], *, ends: Collection[int] = ()) -> str:
-    """What a model said: all tokens of an answer, special ones and a first blank too, without the one that ended it."""
+    """The text of an answer: all of its tokens, special ones and a first blank too, without the one that ended it."""
     ids = list(ids[:-1] if ids and ids[-1] in ends else ids)
     text: str = tokenizer.decode(ids, skip_special_tokens=False)
     first = (tokenizer.id_to_token(ids[0]) or "") if ids else ""

@@ -37,7 +37,7 @@ def call_of(*each: Mapping[str, Any], call_id: str = PROBED_ID) -> dict[str, Any
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """What a model asks for in an answer."""
+    """A tool call of a model in an answer."""
 
     name: str
     arguments: Mapping[str, Any]

@@ -123,7 +123,7 @@ def make_evaluation_config(plan: RunPlan, dataset: Path | None, *, max_new_token
 def make_requests(
     directory: TrialDirectory, plan: RunPlan, chosen: Sequence[Weights], evaluation: EvaluationConfig, folder: Path
 ) -> list[EvaluationRequest]:
-    """What the jobs will be asked for; writes nothing.
+    """The requests for the jobs; writes nothing.
 
     Raises:
         ConfigError: if the problems are no good.
@@ -205,7 +205,7 @@ def _how_to_answer(plan: RunPlan, evaluation: EvaluationConfig) -> tuple[Generat
 
 
 def scheduling_of(plan: RunPlan) -> Scheduling:
-    """What a job gets: as much as a generation server, or, where there is none, a training rank, on one GPU."""
+    """The resources of a job: those of a generation server, or, if there is none, of a training rank, on one GPU."""
     if (group := plan.scheduling.get("generation_server")) is not None:
         return group.scheduling
     rank = plan.scheduling["model_worker"].scheduling

@@ -36,7 +36,7 @@ class Unanswered:
 
     reason: str
     error: OSError | None = field(default=None, compare=False)
-    """What the file system says; None where it says nothing."""
+    """The error of the file system; None without one."""
 
     def about(self, path: Path) -> str:
         """For people."""

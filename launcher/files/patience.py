@@ -38,7 +38,7 @@ class FilePatience:
     """Whether nobody wants it done any more, so that the next error is the last."""
 
     def insist(self, what: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What work with these arguments returns.
+        """Run work with these arguments, and return its result.
 
         Args:
             what: it does, for people.
@@ -59,7 +59,7 @@ class FilePatience:
 def insist(
     work: Callable[[], T], may_pass: Callable[[Exception], bool], *, waiting_for: str, patience_s: float = PATIENCE_S
 ) -> T:
-    """What work returns; an error that may pass is raised only after a long time, any other at once."""
+    """The result of work; an error that may pass is raised only after a long time, any other at once."""
     deadline = time.monotonic() + patience_s
     while True:
         try:

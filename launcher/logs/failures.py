@@ -55,7 +55,7 @@ class Incident:
     """Not a worker's own failure."""
     ends_attempt: bool = False
     failed: str = ""
-    """What failed, where it ends the attempt: a worker, redis or supervisor."""
+    """The task whose failure ends the attempt: a worker, redis or supervisor."""
     end: End | None = None
     """Of the task."""
 
@@ -128,7 +128,7 @@ def _listed(heading: str, incidents: Sequence[Incident], *, since: float | None)
 
 
 def _alarms(view: TrialView, attempt: int | None) -> Iterator[str]:
-    """What the trainer has found out to be wrong, and goes on with."""
+    """Problems that the trainer has found, and goes on with."""
     for finding in replace(view, attempt=view.attempt if attempt is None else attempt).findings():
         if finding.is_alarm:
             yield f"ALARM at step {finding.step}: {finding.text}; {finding.details}"

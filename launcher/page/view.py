@@ -436,7 +436,7 @@ class TrialViews:
 
 
 class ShownTrial:
-    """What the page says of one trial."""
+    """The data of one trial on the page."""
 
     def __init__(self, facts: TrialFacts, *, name: str, points: int, answers: int) -> None:
         """

@@ -24,7 +24,7 @@ Amounts = Mapping[str, int]
 
 
 class Scope(StrEnum):
-    """What an amount is the limit of; the value is sacctmgr's name."""
+    """The scope of a limit; the value is sacctmgr's name."""
 
     JOB = "MaxTRES"
     NODE = "MaxTRESPerNode"
@@ -59,14 +59,14 @@ class Limits:
         return self.holder is Holder.ACCOUNT, self.name, self.partition
 
     def setting(self, scope: Scope, name: str) -> str:
-        """What sacctmgr calls the limit of an amount."""
+        """sacctmgr's name of the limit of an amount."""
         counts = _counts_of(self.holder).items()
         return next((setting for setting, limited in counts if limited == (scope, name)), scope.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounts:
-    """What accounting knows of a user; empty where it does not answer."""
+    """The accounting data of a user; empty if accounting does not answer."""
 
     is_kept: bool | None = None
     """Whether this cluster keeps accounts; None if it does not say."""
@@ -217,7 +217,7 @@ _PLACE_BY_SCOPE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a job asks for, as accounting counts it."""
+    """The request of a job, as accounting counts it."""
 
     of_job: Amounts
     of_node: Amounts = field(default_factory=dict)
@@ -242,10 +242,10 @@ class Excess:
     setting: str
     """As sacctmgr calls it."""
     text: str
-    """What is asked for, and what is allowed."""
+    """The request and the limit, in words."""
     counts_jobs: bool = False
     never: str = "start"
-    """What the trial can never do for it."""
+    """The action that the trial can never do because of it."""
 
 
 def excesses(job: Charge, beside: Sequence[Charge] = ()) -> Iterator[Excess]:
@@ -304,7 +304,7 @@ def name_of(limits: Limits) -> str:
 
 
 def demand_of_job(values: Mapping[str, str]) -> Demand:
-    """What `scontrol show job` says that a job asks for."""
+    """The request of a job, from `scontrol show job`."""
     of_job = parse_amounts(values.get("ReqTRES") or values.get("TRES", ""))
     counted = {name: amount for name, amount in of_job.items() if name in _UNIT_BY_NAME}
     nodes = max(counted.get("node", 1), 1)

@@ -113,7 +113,7 @@ class SlurmUncertainError(SlurmUnreachableError):
 
 
 class SubmissionUnknownError(SlurmUnreachableError):
-    """Nobody can say whether there is a job now."""
+    """It is not known whether the job exists now."""
 
 
 def answer_or(otherwise: D, ask: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | D:
@@ -177,7 +177,7 @@ class SlurmClient:
         return {job_id: (state, reason) for job_id, state, reason in rows}
 
     def job(self, job_id: str) -> dict[str, str] | None:
-        """What scontrol knows about a job; None once SLURM has forgotten it."""
+        """The output of scontrol about a job; None once SLURM has forgotten it."""
         try:
             return parse_key_values(self._run(["scontrol", "show", "job", "-d", "-o", job_id]))
         except SlurmError as error:

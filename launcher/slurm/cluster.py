@@ -70,7 +70,7 @@ class SlurmCluster(SlurmQueue):
         self._client.end_steps(job_id, timeout_s=timeout_s)
 
     def prospect(self, own: OwnJob) -> JobProspect:
-        """What SLURM has decided about our job; nothing, if it does not say."""
+        """SLURM's decision about our job; nothing, if it gives no answer."""
         return look_ahead(answer_or(None, self._client.job, own.job_id), restart_count=own.restart_count)
 
     def why_ending(self, own: OwnJob, directory: TrialDirectory) -> JobEnd:

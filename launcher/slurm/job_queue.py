@@ -85,7 +85,7 @@ class SlurmQueue:
     def __init__(self, client: SlurmClient | None = None, *, timeout_s: float = 20.0) -> None:
         self._client = client or SlurmClient(timeout_s=timeout_s)
         self._exceeded: dict[tuple[str, ...], str] = {}
-        """What a job exceeds, asked once for each job and reason."""
+        """The limits that a job exceeds, asked once for each job and reason."""
 
     @property
     def identity(self) -> str:
@@ -94,7 +94,7 @@ class SlurmQueue:
 
     @property
     def question(self) -> str:
-        """What people type to see what `jobs` saw."""
+        """The command that shows people the data of `jobs`."""
         return shlex.join(queue_command())
 
     def is_here(self) -> bool:
@@ -172,7 +172,7 @@ class SlurmQueue:
         return self._exceeded[known]
 
     def _exceeded_by(self, jobs: Sequence[Mapping[str, str]]) -> str:
-        """What the first of some jobs exceeds together with the others."""
+        """The limits that the first of some jobs exceeds together with the others."""
         # Not at the top: rl-status is to start fast, and few jobs wait for a limit.
         from corral.launcher.slurm.accounts import Charge, demand_of_job, excesses, read_accounts
 
@@ -205,7 +205,7 @@ _LOCK_POLL_S = 0.05
 
 
 class QueueAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What the cluster said last, and whether it still answers; as the file holds it."""
+    """The cluster's last answer, and whether it still answers; as the file holds it."""
 
     jobs: tuple[Job, ...] = ()
     asked_at: float | None = None
@@ -217,7 +217,7 @@ class QueueAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     error: str = ""
     """Why it did not answer, one line."""
     question: str = ""
-    """What people type to see the same."""
+    """The command that shows people the same."""
 
     @cached_property
     def index(self) -> JobIndex:
@@ -225,7 +225,7 @@ class QueueAnswer(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return JobIndex.of(self.jobs)
 
     def after_asking(self, cluster: SlurmQueue, clock: Callable[[], float]) -> "QueueAnswer":
-        """What is known once the cluster has been asked; if it has not answered, what it said before stays."""
+        """The state after the cluster was asked; if it gave no answer, its last answer stays."""
         try:
             jobs, now = tuple(cluster.jobs()), clock()
         except SlurmError as error:

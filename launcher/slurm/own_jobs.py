@@ -102,7 +102,7 @@ class OwnJobs:
         return max(followers, key=int, default="")
 
     def identify(self, job: Job) -> JobNote | None:
-        """What a job is to this trial; None if it is somebody else's."""
+        """The role of a job in this trial; None if it is somebody else's."""
         tag = job.tag
         if tag:
             if tag.get("trial_uuid") != self.whose.uuid:
@@ -128,7 +128,7 @@ class OwnJobs:
 
     @property
     def _stem(self) -> str:
-        """What the names of all its jobs begin with."""
+        """The prefix of the names of all its jobs."""
         return f"{self.whose.experiment}.{self.whose.trial}"[:_STEM]
 
     def _note_of(self, job_id: str) -> JobNote | None:

@@ -163,7 +163,7 @@ class StepSignals:
         return True
 
     def why_not_started(self, job_id: str) -> ExitKind:
-        """Whose fault it is that a step could not be made."""
+        """The cause of a step that could not be made."""
         try:
             job = self._ask(partial(self._client.job, job_id))
         except SlurmUnreachableError:
@@ -174,7 +174,7 @@ class StepSignals:
         return ExitKind.OWN if phase in (JobPhase.RUNNING, JobPhase.LEAVING) else ExitKind.JOB_GONE
 
     def _ask(self, question: Callable[[], T]) -> T:
-        """What SLURM answers; SlurmUnreachableError at once for a while after it has not."""
+        """SLURM's answer; SlurmUnreachableError at once for a while after it gave none."""
         if time.monotonic() < self._silent_until:
             raise SlurmUnreachableError("SLURM did not answer a moment ago")
         try:
@@ -252,7 +252,7 @@ class SrunRunner:
     client: SlurmClient
     trial: PlacedTrial
     allocations: Callable[[], RunningAllocations]
-    """What runs at the moment; asked at each start."""
+    """The allocations that run at the moment; asked at each start."""
     why_away: Callable[[int], str] = lambda allocation: "its job does not run"
     """The job of an allocation that does not run, and its reason, for an error's text."""
     _signals: StepSignals = field(init=False)

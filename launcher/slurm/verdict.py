@@ -70,7 +70,7 @@ class Job:
     """The names of its nodes, while it has them."""
     name: str = ""
     tag: Mapping[str, Any] = field(default_factory=dict)
-    """What corral wrote into its comment; {} if this is another program's, or the site rewrites comments."""
+    """corral's tag in its comment; {} if the job is another program's, or the site rewrites comments."""
     part_of: str = ""
     """The job whose later component this is; it comes and goes with it."""
     time_left: str = ""
@@ -87,12 +87,12 @@ class Job:
 
     @property
     def state(self) -> TrialState:
-        """What it means for a trial. RUNNING is refined by the trial's own records."""
+        """Its meaning for a trial. RUNNING is refined by the trial's own records."""
         return self._judged[0]
 
     @property
     def note(self) -> str:
-        """What explains the state, and what to do."""
+        """The explanation of the state, and the remedy."""
         return judge_exit(self.word, self.exit_code) or self._judged[1]
 
     @property
@@ -109,7 +109,7 @@ class Job:
 
     @property
     def findings(self) -> tuple[str, ...]:
-        """What a closer look has found, and who said so."""
+        """The findings of a closer look, each with its source."""
         source_by_finding = {
             f"sacctmgr says: {self.exceeded}": self.exceeded,
             f"scontrol says ExitCode={self.exit_code}": self.exit_code,
@@ -151,7 +151,7 @@ _CAUSE_BY_STATE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnd:
-    """What the cluster does with our job."""
+    """The end of our job, as the cluster decided it."""
 
     state: EndState
     """STOPPED if the job itself goes on, so that only this script was asked to end."""
@@ -280,7 +280,7 @@ _UNKNOWN_START = ("N/A", "", "Unknown")
 
 
 class Holder(StrEnum):
-    """Who has a limit."""
+    """The owner of a limit."""
 
     QOS = "QOS"
     PARTITION = "QOS of the partition"
@@ -293,7 +293,7 @@ class Holder(StrEnum):
 
 
 class LimitKind(StrEnum):
-    """What cures a job's waiting for a limit."""
+    """The event that ends a job's wait for a limit."""
 
     NOTHING = "it never fits"
     """A limit of one job, of a node, or a least amount: others have no part in it."""
@@ -354,7 +354,7 @@ def jobs_of_squeue(text: str) -> list[Job]:
 
 
 def job_of_scontrol(values: Mapping[str, str]) -> Job:
-    """What `scontrol show job` says of one."""
+    """A job from the fields of `scontrol show job`."""
     fields = {name: "" if value == "(null)" else value for name, value in values.items()}
     job = _job_of({**fields, "Reason": fields.get("Reason", "").replace("_", " ")}, "")
     line = f"(from scontrol) {job.job_id} {job.word} {job.reason}"
@@ -383,7 +383,7 @@ def _job_of(values: Mapping[str, str], line: str) -> Job:
 
 
 def _tag_of(comment: str) -> dict[str, Any]:
-    """What corral wrote into a comment, or {} if it is another program's."""
+    """corral's tag in a comment, or {} if the comment is another program's."""
     try:
         content = json.loads(comment)
     except ValueError:

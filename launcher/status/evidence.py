@@ -72,7 +72,7 @@ class Evidence:
     submitted_at: float = 0.0
     """When its last job was submitted: what the cluster said before does not count."""
     queue: QueueAnswer = QueueAnswer()
-    """What the cluster said about all jobs."""
+    """The cluster's answer about all jobs."""
     records: Mapping[str, WorkerRecord] | None = None
     """Worker records by worker; None if Redis cannot be asked."""
     last_seen: Mapping[str, WorkerRecord] = field(default_factory=dict)
@@ -84,21 +84,21 @@ class Evidence:
     has_run: bool = False
     """Whether the job has run before: the cluster, or the supervisor, has put the trial back into the queue."""
     accounted: Job | None = None
-    """What is on record of a job that the cluster has forgotten."""
+    """The accounting record of a job that the cluster has forgotten."""
     extra_jobs: tuple[ExtraJob, ...] = ()
     groups_kept_down: frozenset[str] = frozenset()
     """Kinds of worker that rl-stop keeps down."""
     given_up: Mapping[str, str] = field(default_factory=dict)
     """Workers and trackers that the trial goes on without, and why."""
     zombies: tuple[str, ...] = ()
-    """What still lives of another attempt."""
+    """Processes of another attempt that still live."""
     failure: End | None = None
     """The end of the task that ended a trial that failed."""
     history: tuple[PastAttempt, ...] = ()
     findings: tuple[Finding, ...] = ()
     """What train steps have found out."""
     damage: tuple[str, ...] = ()
-    """What is wrong with the trial's files, and the way out."""
+    """Damage of the trial's files, and the remedy."""
 
     @property
     def trial_now(self) -> float:
@@ -258,7 +258,7 @@ def group_rows(evidence: Evidence, rows: Sequence[WorkerRow]) -> list[GroupRow]:
 
 
 def trouble(evidence: Evidence, row: WorkerRow) -> str:
-    """What is wrong with a worker, in a few words."""
+    """The trouble of a worker, in a few words."""
     where = f" on {row.node}" if row.node else ""
     if row.state is WorkerState.SILENT:
         return f"{row.worker} silent {format_duration(row.last_seen_s or 0.0)}{where}"
@@ -271,7 +271,7 @@ def trouble(evidence: Evidence, row: WorkerRow) -> str:
 
 
 def describe_extra_job(extra_job: ExtraJob) -> str:
-    """What an extra job does: `job 12 QUEUED: Resources: ...`."""
+    """The state of an extra job: `job 12 QUEUED: Resources: ...`."""
     if extra_job.job is None:
         return "its job is to be submitted again"
     return f"job {extra_job.job.job_id} {extra_job.job.state}" + (

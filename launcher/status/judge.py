@@ -59,11 +59,11 @@ class TrialStatus:
     job_id: str = ""
     attempt: int | None = None
     note: str = ""
-    """What explains the state, what is wrong besides, and alarms."""
+    """The cause of the state, other troubles, and alarms."""
     cause: str = ""
-    """What explains the state."""
+    """The cause of the state."""
     troubles: Sequence[str] = ()
-    """What is wrong besides, and what to do about it."""
+    """Other troubles, with remedies."""
     numbers: str = ""
     """The few that say how training goes."""
     pace: Pace | None = None

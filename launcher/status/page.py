@@ -106,7 +106,7 @@ def _redis(evidence: Evidence, status: TrialStatus) -> Iterator[str]:
 
 
 class StatusPage:
-    """What rl-status prints, again and again with -w."""
+    """The output of rl-status, printed repeatedly with -w."""
 
     def __init__(
         self,

@@ -141,7 +141,7 @@ def _known(path: Path, answer: TrialRead | Unanswered) -> TrialRead:
 
 
 def _open(facts: TrialFacts) -> Evidence:
-    """What is known of a trial before the cluster is asked."""
+    """The evidence about a trial before the cluster is asked."""
     view = TrialView.open(facts.directory)
     return Evidence(
         facts=facts,
@@ -250,7 +250,7 @@ def _zombies(jobs: TrialJobs, seen: Evidence) -> tuple[str, ...]:
 
 
 def _read_log(opened: Evidence) -> tuple[LogState, str]:
-    """What the trial log says of this attempt, and what is wrong with it."""
+    """The state of the trial log, and its error."""
     attempt = opened.attempt
     try:
         state = TrialLog(opened.facts.directory.log_path).read()

@@ -40,7 +40,7 @@ _SIGNAL_EARLY_S = 30  # slurmctld looks at time limits this often, and sends wha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What the tasks of one group ask of the cluster, with `launch` beneath, and the key that each value has."""
+    """The request of one group's tasks to the cluster, with `launch` beneath, and the key of each value."""
 
     who: str
     """For people: the worker kind, or `elastic` before it."""
@@ -63,7 +63,7 @@ class Ask:
 
 
 def asks_of(plan: RunPlan, source: ConfigSource) -> list[Ask]:
-    """What every group and every elastic part of one asks for."""
+    """The requests of every group and of every elastic part of a group."""
     asks = []
     for kind, group in plan.scheduling.items():
         own: KeyPath = ("groups", kind, "scheduling")
@@ -318,7 +318,7 @@ def _warnings(ask: Ask, partition: str, facts: ClusterFacts) -> Iterator[str]:
 
 
 def node_local_warning(directory: Path) -> str | None:
-    """What to say of a trial directory that other nodes are unlikely to see."""
+    """A warning about a trial directory that other nodes are unlikely to see."""
     if (folder := node_local_folder(directory)) is None:
         return None
     return (

@@ -65,7 +65,7 @@ def check_layout(parts: Sequence["Part"]) -> list[str]:
 
 
 def fixed_of(parts: Sequence["Part"]) -> list["Part"]:
-    """Those that the trial cannot do without."""
+    """The allocations that the trial cannot do without."""
     return [part for part in parts if part.allocation.role != "elastic"]
 
 
@@ -379,7 +379,7 @@ def check_limits(parts: Sequence[Part]) -> list[str]:
 
 
 def _excesses(part: Part, *, beside: Sequence[Part]) -> Iterator[Excess]:
-    """What one allocation exceeds, by itself or with those that it starts with."""
+    """The limits that an allocation exceeds, by itself or with those that it starts with."""
     demand, ladder = _charge(part)
     yield from excesses((demand, ladder), [_charge(other) for other in beside])
     given, signal_s = None if demand.time_limit_s else wall_of(ladder), part.signal_s

@@ -43,7 +43,7 @@ class ClusterFacts:
     asked_at: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     accounts: Accounts = field(default_factory=Accounts)
-    """What the user may charge and use, and the limits."""
+    """The accounts and QOS of the user, and their limits."""
 
     @property
     def partition_names(self) -> list[str]:
@@ -237,7 +237,7 @@ _RESOURCES = (
 
 
 def counted(plan: RunPlan) -> Sequence[Resource]:
-    """What SLURM gives out here."""
+    """The resources that SLURM allocates here."""
     return _RESOURCES[:-1] if plan.cluster.gpu_request == "none" else _RESOURCES
 
 

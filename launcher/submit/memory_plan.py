@@ -95,7 +95,7 @@ def gpu_uses(plan: RunPlan) -> list[GpuUse]:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
-    """What training ranks hold, asked for the plan's layouts or for others."""
+    """The memory of training ranks, for the plan's layouts or for others."""
 
     plan: RunPlan
     roles: Mapping[ModelName, ModelRoleSpec]

@@ -108,7 +108,7 @@ def _commits(control: TrainControl) -> str:
 
 
 def _evaluation(plan: RunPlan) -> Iterator[str]:
-    """Who looks at held-out rows, and when."""
+    """The evaluation of held-out rows, and its schedule."""
     every, step = plan.master.evaluate_every, plan.master.step_plan
     worker = plan.all_of(ModelWorkerSpec)[0]
     if worker.evaluation is None:
@@ -129,7 +129,7 @@ def _evaluation(plan: RunPlan) -> Iterator[str]:
 
 
 def _environment(plan: RunPlan) -> Iterator[str]:
-    """What plays and judges in place of an agent and a reward."""
+    """The environment, which plays and judges in place of an agent and a reward."""
     workers = plan.all_of(RolloutWorkerSpec)
     if workers and (spec := workers[0].environment) is not None and (config := workers[0].rollout.environment):
         versions = ", ".join(f"{name} {version}" for name, version in sorted(spec.packages.items()))

@@ -65,7 +65,7 @@ class Preflight:
     layout: Layout | None
     """None where there are no jobs."""
     checks: tuple[str, ...]
-    """What was found, in a few words each."""
+    """The findings, in a few words each."""
     warnings: tuple[str, ...]
 
 
@@ -113,7 +113,7 @@ class _Checks:
     warnings: list[str]
 
     def read(self, *, has_checks: bool, wants_all_nodes: bool = False) -> ClusterFacts:
-        """What the cluster has; nothing if it does not say."""
+        """The facts of the cluster; none if it gives no answer."""
         try:
             return read_cluster(
                 self.client,

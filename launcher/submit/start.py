@@ -123,7 +123,7 @@ def _start(submission: Submission, *, resume: bool) -> str:
 
 
 def _small_files(directory: TrialDirectory) -> dict[Path, bytes]:
-    """What a submission may write anew, and nothing that grows."""
+    """The files that a submission may write anew: none that grows."""
     found = [
         path for pattern in ("*.json", "*.yaml", "*.sbatch", "control/*.json") for path in directory.path.glob(pattern)
     ]

@@ -36,13 +36,13 @@ _SANDBOX_HINT = "rl-doctor looks at the nodes; if they can make sandboxes, add -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptCode:
-    """What goes into the folder `code` of a trial."""
+    """The files for the folder `code` of a trial."""
 
     contents: Mapping[str, bytes] = field(default_factory=dict)
     """By name below the folder."""
     packages: Mapping[str, str] = field(default_factory=dict)
     checks: tuple[str, ...] = ()
-    """What was found, in a few words each."""
+    """The findings, in a few words each."""
     warnings: tuple[str, ...] = ()
 
     def in_plan(self, plan: RunPlan) -> RunPlan:

@@ -185,7 +185,7 @@ _ENDING_GRACE_S = 1.0
 
 
 class EndPhase(StrEnum):
-    """What is to become of the attempt."""
+    """The phases of the end of an attempt."""
 
     OPEN = "open"
     HANDING_OVER = "handing over"

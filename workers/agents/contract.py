@@ -70,7 +70,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of an episode."""
+    """The outcome of an episode."""
 
     reward: float | None
     """None leaves it to `rollout.reward`."""

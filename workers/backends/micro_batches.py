@@ -61,7 +61,8 @@ class MicroBatch:
     """Every key of the sample but input_ids, the experts, the temperatures and what is asked, cut to these answers.
     Keys per shifted token align with `labels`."""
     routed_experts: Tensor | None = None
-    """[R, layers with experts, top_k] int16: who computes each token, -1 where the model chooses; None chooses all."""
+    """[R, layers with experts, top_k] int16: experts of each token, -1 where the model chooses; None: it chooses
+    all."""
     asked: Tensor | None = None
     """[T - n, k] int64: tokens whose log-probabilities are wanted besides those of `labels`."""
     top_k: int = 0

@@ -17,7 +17,7 @@ _TAKES_ORDER: Final = "sort_ranks" in inspect.signature(dist.new_group).paramete
 
 
 def new_group(ranks: Sequence[int], *, timeout_s: float, takes_order: bool = _TAKES_ORDER) -> dist.ProcessGroup:
-    """A group whose place i is `ranks[i]`, whichever number that rank has; a collective of the world."""
+    """A group whose rank i is `ranks[i]`, whichever global number that rank has; a collective of the world."""
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout_s)}
     if takes_order:
         options["sort_ranks"] = False

@@ -30,10 +30,10 @@ CACHED_BYTES: Final = 256 * 2**10  # what is read, hashed and written does not l
 #
 # It has to find two kinds of wrong bytes. Torn, lost and flipped ones, from disks, file systems and processes that were
 # killed: any long checksum finds those. And other ones, made on purpose: a version of the weights comes from whatever
-# answers at the address of another host, and the administrator's key says who asks there, not who answers. Its digest
-# alone came by a way of its own, so nobody may be able to make other bytes for it: a cryptographic hash. It is BLAKE3
-# (https://github.com/BLAKE3-team/BLAKE3-specs), whose 256 bits are taken to be as hard to meet as those of SHA-256,
-# since a processor's vector units hash several pieces of it at once, and weights are large.
+# answers at the address of another host, and the administrator's key proves the client there, not the server. Its
+# digest alone came by a way of its own, so nobody may be able to make other bytes for it: a cryptographic hash. It is
+# BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs), whose 256 bits are taken to be as hard to meet as those of
+# SHA-256, since a processor's vector units hash several pieces of it at once, and weights are large.
 #
 #     digest = ContentDigest()
 #     digest.update(b"ab")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 MOST_REMEMBERED = 16
-"""Groups of a row whose mean rewards a function receives, at most."""
+"""A function receives the mean rewards of at most so many groups of a row."""
 
 _LEAST = 0.05  # of a row that was always or never solved so far: it may be otherwise by now
 _SOLVED_FROM = 1.0

@@ -95,7 +95,7 @@ class ReceiverBook(Generic[ItemT]):
         return [self._held.popleft() for _ in range(min(max_records, len(self._held)))]
 
     def verdict(self, uid: str, kind: VerdictKind) -> Outgoing:
-        """Remember what was decided, and tell who sent it."""
+        """Remember the decision, and send it to the record's sender."""
         if self.session is None:
             return []
         self._verdict_by_uid[uid] = kind

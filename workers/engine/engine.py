@@ -184,7 +184,7 @@ class ChangedOver(NamedTuple):
     stopped_s: float
     """How long it kept the engine from its next step. One that was under way when it was ordered has made tokens."""
     replaced: StagedModel
-    """The weights of before, whose memory is given back when this is dropped."""
+    """The old weights, whose memory is given back when this is dropped."""
 
 
 class EngineLoop:
@@ -333,7 +333,7 @@ class EngineLoop:
                 self._inbox.get_nowait()()
 
     def _close(self, failure: BaseException | None) -> None:
-        """Answer everyone who still waits, and let nobody wait from now on."""
+        """Answer all waiting requests, and accept no more."""
         reason = "has stopped" if failure is None else f"has failed: {failure!r}"
         stopped = EngineStoppedError(f"the generation engine {reason}")
         self._stopped = stopped  # from here on the thread that adds a request answers it

@@ -95,7 +95,7 @@ class EpisodeLog:
 
     _: KW_ONLY
     experts: RoutedExpertsSpec | None = None
-    """Of a mixture, if it is wanted to be known who computed each token."""
+    """The form of the recorded experts of a mixture; None if they are not recorded."""
     branches: list[Branch] = field(default_factory=list)
     """In the order in which they were begun."""
     num_turns: int = 0

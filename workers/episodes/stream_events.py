@@ -26,7 +26,7 @@ class FinishReason(msgspec.Struct):
 
 
 class WeightVersions(msgspec.Struct):
-    """By whose weights the tokens from `start` to the one before `end` were made."""
+    """The version of the weights that generated the tokens from `start` to the one before `end`."""
 
     version: str
     start: int

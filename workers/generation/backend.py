@@ -23,14 +23,14 @@ class BackendLostError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAccess:
-    """Where a server listens, what it wants to hear of those who ask it, and how it proves itself to them."""
+    """A server's address, the keys that it requires of clients, and its certificate."""
 
     address: str
     """The interface."""
     api_key: Secret
     """What clients must send as bearer token."""
     admin_key: Secret
-    """What those must send who change a server over HTTP."""
+    """The key that clients must send to change a server over HTTP."""
     trust: Trust
     """Settings with these keys lie in the same private folder while a server of another process reads them."""
 

@@ -91,7 +91,7 @@ class WrongDevicesError(RuntimeError):
 
     @classmethod
     def of(cls, who: str, *, kind: str, planned: int, visible: int) -> "WrongDevicesError":
-        """With what this host shows, and where to look; `kind` is the group whose GPUs they are."""
+        """With the GPUs that this host shows, and where to look; `kind` is the group whose GPUs they are."""
         return cls(
             f"the plan gives {who} {planned} GPU{'s' if planned > 1 else ''}, and it sees {visible} on "
             f"{socket.gethostname()} (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')!r}); look there "

@@ -85,7 +85,7 @@ class _Holder:
 
 
 class Admission:
-    """Who gets the next prompt: the staleness gate, and who has what.
+    """Decides which rollout worker gets the next prompt: the staleness gate, and the prompts of each worker.
 
     That the gate counts right is an optimisation: one that counts wrong makes samples that are too old, or too few, and
     the master trains on none of those that are too old, whatever was admitted (`ReadySamples` in
@@ -121,10 +121,10 @@ class Admission:
         self._spooled: dict[str, str] = {}
         """The worker that has finished or given up a prompt, by uid; no commit covers it."""
         self._missed: dict[str, float] = {}
-        """Since when those who have something are not connected."""
+        """Since when workers that have prompts are not connected."""
         self._waiting = LeastLoaded()
         self._unknown: dict[str, None] = {}
-        """Those who waited when it was forgotten what they have."""
+        """The workers that waited when their prompts were forgotten."""
         self._awaited: set[str] = set()
         self._tries = Counter[str]()
         """How often answers to a prompt have had no finite loss."""

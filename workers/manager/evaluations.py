@@ -108,7 +108,7 @@ class HeldOutBook:
     def deal_to(
         self, workers: Iterable[str], version: PolicyVersion, table: ServerTable
     ) -> Iterator[tuple[str, HeldOutProblem]]:
-        """To those who wait, once a server has the version that is evaluated, or a later one.
+        """Problems for the waiting workers, once a server has the version that is evaluated, or a later one.
 
         Args:
             version: the trainer's, as the manager has seen it, which may be behind what is asked for.

@@ -1,4 +1,4 @@
-"""The generation-server manager: who may start a prompt, which server answers, and when servers take over new weights.
+"""The generation-server manager: admits prompts, chooses their servers, and brings servers to new weights.
 
     loop        consumes                             waits for            produces
     requests    Allocate, Schedule, Finish, Report   rollout workers      Allocation, Route
@@ -173,9 +173,9 @@ class GserverManager(Worker):
         self._announced: WaitingFor | Literal[""] = ""
         """What prompts wait for, as those rollout workers know it."""
         self._without_server = WaitingLine()
-        """Those for whom no server is ready."""
+        """The requests that wait because no server is ready."""
         self._without_room = WaitingLine()
-        """Those whom no server that is ready has room for."""
+        """The requests that wait because no ready server has room."""
         self._serves = asyncio.Event()
         """There is a server, or a version, that was not there when they looked."""
 
@@ -289,7 +289,7 @@ class GserverManager(Worker):
         return self._admission.refusal()
 
     def _let_in(self) -> None:
-        """Something has happened that may have opened the gate: those who wait get what there is, or hear the news."""
+        """The gate may have opened: waiting workers get prompts, or the new reason for waiting."""
         self._give_room()
         if self._version is not None and self._turns:
             for worker, problem in self._held_out.deal_to(self._turns, self._version, self._table):
@@ -324,7 +324,7 @@ class GserverManager(Worker):
         line.add(waiting)
 
     async def _serve_waiting(self) -> None:
-        """Those who wait for a server look again, some at a time: the first that is ready is not to get them all."""
+        """Requests that wait for a server look again, some at a time: the first ready server must not get them all."""
         self._let_in()  # what is held out waits for a version
         for number, waiting in enumerate(self._without_server.let_go(lambda _: True)):
             if (refusal := self._refusal_of(waiting)) is not None:
@@ -333,7 +333,7 @@ class GserverManager(Worker):
                 await asyncio.sleep(_SERVED_PAUSE_S)
 
     def _give_room(self) -> None:
-        """Groups may have ended: those who wait for room in their place get it."""
+        """Groups may have ended: requests that wait for room get it."""
         while (first := self._without_room.first()) is not None and self._refusal_of(first) is None:
             self._without_room.take()
 

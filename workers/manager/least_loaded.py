@@ -51,7 +51,7 @@ class LeastLoaded:
         self._loads.pop(name, None)
 
     def least(self) -> tuple[Load, str] | None:
-        """The least load and whose it is; None if nobody is here."""
+        """The least load and its name; None if there are no names."""
         while self._heap and self._loads.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None

@@ -1,4 +1,4 @@
-"""ServerTable: which generation servers serve, at which weights, and who gets the next request.
+"""ServerTable: the generation servers, their weights, and the choice of the server for each request.
 
     records ──────► servers by name, see `servers.py` ──READY──► by version, by load ──route──► the least loaded one
     finish, silence, busy ──► its load, its state ──────────────────┘   a group that is known: where it was
@@ -209,7 +209,7 @@ class ServerTable:
         return chosen
 
     def _least_loaded(self, pools: list[LeastLoaded], tokens: int) -> Server | None:
-        """Of those that have room for so many; who has not is behind all others from now on."""
+        """Choose among servers with room for so many tokens; a server without room comes last from now on."""
         while (least := min((least for servers in pools if (least := servers.least())), default=None)) is not None:
             server = self.servers[least[1]]
             if server.fits(tokens):

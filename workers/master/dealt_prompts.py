@@ -81,7 +81,7 @@ class PromptWeigher(AsyncClosing):
 
 @dataclass(frozen=True, slots=True)
 class DealtPrompts:
-    """Prompts that follow from what was trained, and who hears of them."""
+    """Prompts that follow from trained samples, and the workers that get them."""
 
     drawn: DrawnPrompts
     weigh: Weigh

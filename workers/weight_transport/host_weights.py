@@ -200,7 +200,7 @@ class HostWeights:
 
     def _hold(self, target: Path) -> None:
         descriptor = hold_directory(target)
-        assert descriptor is not None  # versions are removed by whoever has the staging lock, which is this process
+        assert descriptor is not None  # versions are removed by the holder of the staging lock, which is this process
         self._hold_only(self._read, (target, descriptor))
 
     def _hold_only(self, *kept: tuple[Path, int] | None) -> None:
