@@ -55,7 +55,7 @@ class RoleGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """What an allocation string says.
+    """A parsed allocation string.
 
     Example:
         allocation = parse_allocation("sglang:d4t2+actor,ref=fsdp:d2,critic=fsdp:d4")

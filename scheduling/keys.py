@@ -135,7 +135,7 @@ ROUTED_EXPERTS = "routed_experts"
 
 
 def routed_experts_key(*, num_layers: int, top_k: int) -> Key:
-    """Who computed each token of a mixture: by its layers with experts, in order, the `top_k` experts of the layer.
+    """The experts of each token of a mixture: by its layers with experts, in order, the `top_k` experts of the layer.
 
     -1 stands where the generator did not say, and has the trainer choose; so it does for the last token of an answer,
     which no generator has read. The rows are those of the weights that made the token after.
@@ -147,7 +147,7 @@ REWARD_PARTS = "reward_parts"
 
 
 def reward_parts_key(num_parts: int) -> Key:
-    """What each part of the reward has said of an answer, for people: nothing is computed from it. NaN: nothing."""
+    """The number of each part of the reward for an answer, for people: nothing is computed from it. NaN: no number."""
     return Key(REWARD_PARTS, "per_answer", "float32", (num_parts,))
 
 
@@ -155,7 +155,7 @@ REMARKS = "remarks"
 
 
 def remarks_key(size_bytes: int) -> Key:
-    """What was said of an answer in words, for people: UTF-8, with zeros behind it."""
+    """Remarks on an answer, for people: UTF-8, with zeros behind it."""
     return Key(REMARKS, "per_answer", "uint8", (size_bytes,))
 
 
@@ -166,7 +166,7 @@ TEACHER_TOPK_IDS, TEACHER_TOPK_LOGPROBS = "teacher_topk_ids", "teacher_topk_logp
 
 
 def teacher_keys(top_k: int | None) -> tuple[Key, ...]:
-    """What a teacher says of a token: how likely it was; or which were the likeliest in its place, and how likely."""
+    """A teacher's keys of a token: its log-probability; or the likeliest tokens in its place, with theirs."""
     if top_k is None:
         return built_in("teacher_logprobs")
     return (

@@ -24,7 +24,7 @@ def _check_name(what: str, name: str) -> None:
 
 
 class CallType(StrEnum):
-    """What a call asks a model to do."""
+    """The kinds of calls on a model."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
@@ -66,7 +66,7 @@ class PullWeightsHook(FrozenModel):
 
     type: Literal["pull_weights"] = "pull_weights"
     source: Model
-    """Whose parameters; of the same architecture, in whatever layout and place."""
+    """The model that gives its parameters; of the same architecture, in any layout, on any ranks."""
 
 
 class PushWeightsHook(FrozenModel):
@@ -74,7 +74,7 @@ class PushWeightsHook(FrozenModel):
 
     type: Literal["push_weights"] = "push_weights"
     target: Model
-    """Who takes them; of the same architecture, in whatever layout and place."""
+    """The model that takes them; of the same architecture, in any layout, on any ranks."""
     eta: float = Field(default=1.0, gt=0.0, le=1.0)
     """target = eta * source + (1 - eta) * target: 1 is a copy, less is an exponential moving average (a reference)."""
 
@@ -109,7 +109,7 @@ class ModelFunctionCall(FrozenModel):
     name: str
     """Unique in the graph."""
     model_name: Model
-    """Whose model runs it; a plain string is replica 0 of that role."""
+    """The model that runs it; a plain string is replica 0 of that role."""
     call_type: CallType
     implementation: str
     """The interface that implements it: a built-in name ("ppo_actor") or an import path."""

@@ -131,7 +131,7 @@ def forward_flops(groups: Iterable[Sequence[int]], shapes: Sequence[TransformerS
 
 
 def load_of(part: Sequence[int], costs: Sequence[float]) -> float:
-    """What a part costs."""
+    """The cost of a part."""
     return sum(map(costs.__getitem__, part))
 
 

@@ -47,7 +47,7 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeShape:
-    """What jobs get of one node of the partition; all nodes of an allocation are alike."""
+    """The resources of one node of the partition for jobs; all nodes of an allocation are alike."""
 
     cpus: int
     gpus: int
@@ -147,7 +147,7 @@ def most_tasks_that_fit(
 
 
 def _wanted(task: Scheduling, node: NodeShape) -> Amounts:
-    """What a task takes of a node, its CPUs in whole cores."""
+    """The resources that a task takes of a node, its CPUs in whole cores."""
     return {"cpu": node.whole_cores(task.cpu), "mem": task.mem, "gpu": task.gpu}
 
 
@@ -174,7 +174,7 @@ def _most_gpus(kind: WorkerKind, node: NodeShape) -> str:
 
 
 class _Nodes:
-    """What is left on the nodes opened so far, and where each task went."""
+    """The free resources of the nodes opened so far, and the slot of each task."""
 
     def __init__(self, empty: Amounts, *, max_nodes: int | None) -> None:
         self._empty = empty

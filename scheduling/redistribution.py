@@ -111,7 +111,7 @@ def plan_redistribution(
 
 
 class _Routes:
-    """What goes which way, as far as it is decided."""
+    """The routes of keys, as far as they are decided."""
 
     def __init__(self, host_by_rank: Mapping[int, str] | None) -> None:
         self._host_by_rank = host_by_rank
@@ -191,7 +191,7 @@ def _bundles_by_uid(locations: Locations, wanted: Sequence[Demand]) -> Iterator[
 
 
 def _ranks_by_key(demands: Sequence[Demand]) -> dict[str, tuple[int, ...]]:
-    """Who wants each key of one sample, ascending and each once."""
+    """The ranks that want each key of one sample, ascending and each once."""
     if len(demands) == 1:
         return dict.fromkeys(demands[0].keys, tuple(sorted(demands[0].ranks)))
     ranks: defaultdict[str, set[int]] = defaultdict(set)

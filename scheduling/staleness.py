@@ -209,7 +209,7 @@ def require_trainable(uid: str, *, oldest: int, trainer_version: int, eta: int) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDecision:
-    """What to do with the samples that are ready."""
+    """The decision about the samples that are ready."""
 
     batch: tuple[str, ...] | None
     """Samples to train on now, oldest first; None if there are too few."""

@@ -46,7 +46,7 @@ class EndState(StrEnum):
     STOPPED = "STOPPED"
     FAILED = "FAILED"
     OOM = "OOM"
-    """It failed because a worker needed more memory than its group asks for."""
+    """The attempt failed because a worker needed more memory than its group asks for."""
     CANCELLED = "CANCELLED"
     TIMED_OUT = "TIMED_OUT"
     PREEMPTED = "PREEMPTED"
@@ -109,7 +109,7 @@ class AttemptRefusedError(RuntimeError):
 
 
 class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the parts of a trial need to know about one attempt."""
+    """The facts of one attempt for all parts of a trial."""
 
     attempt: int
     resume: bool
@@ -123,11 +123,11 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     is_automatic: bool = False
     """Whether it followed the attempt before it without a human."""
     damage: str = ""
-    """What is wrong with the file, and the way out; the other fields are then no more than a guess."""
+    """The damage of the file, and the remedy; the other fields are then no more than a guess."""
 
 
 class AttemptClaim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who runs an attempt; `scontrol requeue` keeps the job id and counts up."""
+    """The job that runs an attempt; `scontrol requeue` keeps the job id and counts up."""
 
     job_id: str
     """"" if the file cannot be read: somebody's, who never asks again."""
@@ -254,7 +254,7 @@ def read_attempt(directory: TrialDirectory, attempt: int) -> AttemptRecord:
 
 
 def read_claim(directory: TrialDirectory, attempt: int) -> AttemptClaim | None:
-    """Who runs or ran an attempt; None while it waits for its job to start."""
+    """The job that runs or ran an attempt; None while the attempt waits for its job to start."""
     try:
         return read_record(_claim_path(directory, attempt), AttemptClaim, way_out="")
     except ValueError:

@@ -38,12 +38,12 @@ class TrialExistsError(FileExistsError):
 
 
 class StopRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `rl-stop` asks of a running trial."""
+    """The request of `rl-stop` to a running trial."""
 
     requested_at: float
     """Unix time; shown to people, never compared."""
     by: str
-    """Who asked, as user@host."""
+    """The user that asked, as user@host."""
     now: bool
     """True: stop without a last checkpoint."""
     grace_s: float
@@ -108,7 +108,7 @@ class TrialDirectory:
     ledger_path = _Below("ledger")
     page_path = _Below("page.html")
     evaluations_path = _Below("eval")
-    """What `rl-eval` found out about versions of the weights."""
+    """The results of `rl-eval` for versions of the weights."""
     control_path = _Below("control")
     stop_request_path = _Below("control/stop.json")
     kept_down_path = _Below("control/kept-down")
@@ -363,7 +363,7 @@ def read_record(path: Path, kind: type[T], *, way_out: str) -> T | None:
 
 
 def list_names(folder: Path) -> list[str]:
-    """What is in a folder, sorted; nothing if there is no folder."""
+    """The names in a folder, sorted; empty if there is no folder."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):

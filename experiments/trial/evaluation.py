@@ -22,7 +22,7 @@ _BEST_VERSION = "evaluated.json"
 
 
 class EvaluationRequest(FrozenConfig):
-    """What an evaluation job has to do."""
+    """The task of an evaluation job."""
 
     step: int = Field(ge=0)
     """Policy version of the weights."""
@@ -53,7 +53,7 @@ class EvaluationRequest(FrozenConfig):
 
 
 class EvaluationResult(FrozenConfig):
-    """What came out."""
+    """The result of an evaluation."""
 
     step: int
     """Policy version of the weights."""
@@ -89,7 +89,7 @@ class EvaluationResult(FrozenConfig):
 
 
 class BestVersion(FrozenConfig):
-    """What the weights in exports/best are, and are worth; evaluated.json beside them."""
+    """The version of the weights in exports/best, and its score; evaluated.json beside them."""
 
     version: str
     metric: str

@@ -207,7 +207,7 @@ def most_unproven() -> int:
 
 
 def describe_refusals() -> str:
-    """What this process's listeners have refused, for people; "" for nothing."""
+    """The connections that this process's listeners have refused, for people; "" for none."""
     refused = list(Unproven.refused.items())  # several threads have ports
     return ", ".join(f"{number} connections from strangers refused at port {port}" for port, number in refused)
 

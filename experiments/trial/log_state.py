@@ -109,7 +109,7 @@ class FallBack(_Entry, frozen=True, kw_only=True):
 
 
 class Stop(_Entry, frozen=True, kw_only=True):
-    """Nobody may commit until a claim resumes the trial."""
+    """No writer may commit until a claim resumes the trial."""
 
     epoch: int | None
     """The epoch that stopped itself; None if someone outside stopped it."""
@@ -138,7 +138,7 @@ class LoggedCommit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogState:
-    """What the entries so far add up to."""
+    """The state that the entries so far add up to."""
 
     next_slot: int = 1
     epoch: int = 0

@@ -17,7 +17,7 @@ MANAGER = "gserver_manager/0"
 
 
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """What the last change of its weights has cost a generation server."""
+    """The cost of the last change of weights for a generation server."""
 
     version: str
     """The policy version that it was brought to, as its tag."""
@@ -45,7 +45,7 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Who a worker is, and what it does at the moment of its beat."""
+    """The identity of a worker, and its state at the moment of its heartbeat."""
 
     kind: str = ""
     index: int = 0

@@ -147,7 +147,7 @@ def record_failed_start(directory: TrialDirectory, error: Exception) -> None:
 
 
 def the_facts(directory: TrialDirectory) -> TrialFacts:
-    """What the plan says; FileNotFoundError if there is none."""
+    """The facts of the plan; FileNotFoundError if there is none."""
     facts = load_facts(directory)
     if facts is None:
         raise FileNotFoundError(f"{directory.plan_path} is not there")
@@ -199,7 +199,7 @@ def _end_of_predecessor(
 
 
 def _final_request(directory: TrialDirectory) -> str:
-    """Who asked for the end of the trial between two attempts, or ""."""
+    """The user that asked for the end of the trial between two attempts, or ""."""
     try:
         request = directory.read_stop_request()
     except ValueError:

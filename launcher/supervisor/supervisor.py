@@ -81,7 +81,7 @@ _LOOK_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What one look has found. What could not be read this time is as before."""
+    """The findings of one look. A value that could not be read this time is as before."""
 
     entries: tuple[tuple[int, Entry], ...] | None = None
     """Of the trial log, with their slots, since the look before; None if it could not be read."""

@@ -115,7 +115,7 @@ Action = StartUnit | SignalTask | UnitNews | CheckNodes | GiveUpUnit | AppendSto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSpec:
-    """What restarts together."""
+    """The tasks that restart together."""
 
     name: str
     tasks: tuple[str, ...]
@@ -146,7 +146,7 @@ TRAINER_UNIT = "model_worker"
 
 
 class TrialPhase(StrEnum):
-    """What the whole trial is doing."""
+    """The phases of the whole trial."""
 
     RUNNING = "running"
     STOPPING = "stopping"
@@ -156,7 +156,7 @@ class TrialPhase(StrEnum):
 
 
 class UnitPhase(StrEnum):
-    """What one unit is doing."""
+    """The phases of one unit."""
 
     WAITING = "waiting"
     RUNNING = "running"

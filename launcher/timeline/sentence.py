@@ -54,7 +54,7 @@ class Reason(NamedTuple):
 
 @dataclass(frozen=True)
 class Figures:
-    """What rules ask of the spans of some steps."""
+    """The figures that rules need of the spans of some steps."""
 
     spans: Sequence[Span]
     dropped: float = 0.0

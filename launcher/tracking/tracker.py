@@ -20,7 +20,7 @@ from corral.experiments.trial.directory import TrialDirectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedTrial:
-    """Whose numbers they are."""
+    """The trial whose numbers a tracker receives."""
 
     experiment: str
     trial: str

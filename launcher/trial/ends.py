@@ -25,7 +25,7 @@ class ExitKind(StrEnum):
     """Why a task ended, or did not start."""
 
     OWN = "own"
-    """It did so by itself; its return code says how."""
+    """The task ended by itself; its return code says how."""
     SLURM_AWAY = "slurm_away"
     """SLURM's controller did not answer when the task was to be started."""
     FILES_AWAY = "files_away"
@@ -107,7 +107,7 @@ def ends_of(events: Sequence[Mapping[str, Any]]) -> list[End]:
 
 @dataclass(frozen=True, slots=True)
 class TaskExit:
-    """What was seen of the end of one task; a negative return code is a signal, as `subprocess` reports it."""
+    """The observed end of one task; a negative return code is a signal, as `subprocess` reports it."""
 
     task: str
     returncode: int
@@ -116,7 +116,7 @@ class TaskExit:
     """0 if it was not started."""
     node: str = ""
     message: str = ""
-    """What the task itself put down about its end."""
+    """The task's own message about its end."""
     log_bytes: int | None = None
     silent_s: float = 0.0
     """How long it had given no sign of life when it was killed for that."""

@@ -28,10 +28,10 @@ _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class LockAnswer(Enum):
-    """What became of a try."""
+    """The result of an attempt to lock."""
 
     TAKEN = "taken"
-    """It is ours until the file is closed."""
+    """The lock is ours until the file is closed."""
     BUSY = "busy"
     """Somebody else has it."""
     NO_LOCKS = "no locks"
@@ -107,7 +107,7 @@ def _is_held_by_name(path: Path, *, claim_decides: bool) -> bool:
 
 
 def read_lock(path: Path) -> dict[str, Any] | None:
-    """Who holds the lock, or held it last; None before the first."""
+    """The process that holds the lock, or held it last; None before the first."""
     try:
         content = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):

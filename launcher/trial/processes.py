@@ -40,7 +40,7 @@ def _stat_of(pid: int) -> list[str] | None:
 
 
 def describe_this_process() -> dict[str, str | int]:
-    """What identifies this process to others, as JSON values."""
+    """The identity of this process for others, as JSON values."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "start_ticks": process_start_ticks(pid) or 0}
 
@@ -62,7 +62,7 @@ def trial_processes(trial_uuid: str, *, spare: Collection[int] = ()) -> Iterator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftovers:
-    """What was found of a trial, and what became of it."""
+    """The processes found of a trial, and their ends."""
 
     killed: tuple[int, ...]
     left: tuple[int, ...]

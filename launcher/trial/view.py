@@ -47,7 +47,7 @@ class PlanDamagedError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialFacts:
-    """What plan.json says about a trial, read without the schema: rl-status shows many trials in no time."""
+    """The facts of a trial in plan.json, read without the schema: rl-status shows many trials in no time."""
 
     directory: TrialDirectory
     experiment: str
@@ -62,7 +62,7 @@ class TrialFacts:
     planned_path: Path | None = None
     """Where its folder was when it was submitted, and where its workers look for it."""
     trackers: tuple[str, ...] = ()
-    """What its numbers go to, which the supervisor calls tracker/0, tracker/1, ..."""
+    """The trackers of its numbers, which the supervisor calls tracker/0, tracker/1, ..."""
 
     @property
     def name(self) -> str:
@@ -139,7 +139,7 @@ def read_plan(directory: TrialDirectory) -> "RunPlan":
 
 
 def read_facts(directory: TrialDirectory) -> TrialFacts | None:
-    """What the plan says, or None if there is no plan (yet), or none that can be read."""
+    """The facts of the plan, or None if there is no plan (yet), or none that can be read."""
     try:
         return load_facts(directory)
     except (PlanDamagedError, PermissionError):
@@ -147,7 +147,7 @@ def read_facts(directory: TrialDirectory) -> TrialFacts | None:
 
 
 def load_facts(directory: TrialDirectory) -> TrialFacts | None:
-    """What the plan says, or None if there is no plan (yet).
+    """The facts of the plan, or None if there is no plan (yet).
 
     Raises:
         PlanDamagedError: if there is one, and it is not what rl-submit writes.
@@ -186,7 +186,7 @@ _SUBMISSIONS = ("submitted", "successor_submitted", "extra_job_submitted")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLife:
-    """What the journal knows about one worker in the last attempt."""
+    """The life of one worker in the last attempt, by the journal."""
 
     pid: int | None = None
     node: str = ""

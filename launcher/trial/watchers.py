@@ -123,7 +123,7 @@ _ERROR_STEPS = 20
 
 
 def findings_of(lines: Sequence[Mapping[str, Any]], *, trial: str) -> list[Finding]:
-    """What the rules say of the last train steps.
+    """The findings of the rules about the last train steps.
 
     Args:
         lines: of metrics.jsonl, oldest first; those of evaluations are passed over.

@@ -53,9 +53,9 @@ class ModelOnGpu:
 
     name: str
     held: Parts
-    """What it keeps from call to call."""
+    """The bytes that it keeps from call to call."""
     working: Mapping[str, Parts]
-    """What each of its calls needs besides, by the call's name."""
+    """The further bytes of each of its calls, by the call's name."""
 
     def during(self, call: str) -> Parts:
         """All that it has in its own call."""
@@ -152,7 +152,7 @@ def server_on_gpu(
     is_rounded: bool = False,
     longest: int = 0,
 ) -> ModelOnGpu:
-    """What each GPU of a server has to hold.
+    """The memory of each GPU of a server.
 
     Args:
         number_bytes: of a weight, and of a number in the KV cache.

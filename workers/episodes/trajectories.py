@@ -61,11 +61,11 @@ class JudgedEpisode:
     branches: Sequence[Branch]
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What its agent has noted, by name."""
+    """The notes of its agent, by name."""
     ended: str = ""
     """Why it ended early: length, turns, time, or a word of its agent's; "" if it did not."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """What parts of the reward have said of it, by name of the statistic."""
+    """The numbers of the reward's parts for it, by name of the statistic."""
     said: str = ""
     """The same in words."""
 
@@ -176,7 +176,7 @@ def make_sample(
 
 
 def version_spans(branch: Branch) -> list[VersionSpan]:
-    """Who made the trained tokens; positions count these."""
+    """The versions that generated the trained tokens; positions count these."""
     spans, start = list[VersionSpan](), 0
     for segment in branch.segments:
         if segment.is_trained and segment.answer is not None:

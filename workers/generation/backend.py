@@ -28,7 +28,7 @@ class ServerAccess:
     address: str
     """The interface."""
     api_key: Secret
-    """What clients must send as bearer token."""
+    """The bearer token of clients."""
     admin_key: Secret
     """The key that clients must send to change a server over HTTP."""
     trust: Trust
@@ -36,7 +36,7 @@ class ServerAccess:
 
 
 class Progress(TypedDict):
-    """What a heartbeat reports of a server."""
+    """The part of a heartbeat about a server."""
 
     running: int
     """Requests that are being decoded."""
@@ -48,14 +48,14 @@ class Progress(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewWeights:
-    """What a server is to take over."""
+    """The weights that a server is to take over."""
 
     version: str
     """Its tag."""
     directory: Path
     """Where its files are, which were prepared."""
     mode: UpdateMode
-    """What becomes of the requests under way."""
+    """The treatment of unfinished requests."""
     timeout_s: float
     """Longest time that reading them may take, where that is done while the server stands still."""
     held: HeldWeights

@@ -83,13 +83,13 @@ class _Rank(msgspec.Struct):
 
 
 class _Checked(msgspec.Struct):
-    """What /weights_checker answers, as far as it is read."""
+    """The answer of /weights_checker, as far as it is read."""
 
     ranks: list[_Rank]
 
 
 class _ServerInfo(msgspec.Struct):
-    """What /server_info answers, as far as it is read."""
+    """The answer of /server_info, as far as it is read."""
 
     max_total_num_tokens: int = 0
     """Of one of the groups of GPUs that compute attention each for their own requests."""
@@ -98,7 +98,7 @@ class _ServerInfo(msgspec.Struct):
 
 
 class _ModelInfo(msgspec.Struct):
-    """What /model_info answers, as far as it is read."""
+    """The answer of /model_info, as far as it is read."""
 
     weight_version: str
 

@@ -52,16 +52,16 @@ class UpdateOrder(PublishedWeights, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What /stage answers."""
+    """The answer of /stage."""
 
     is_held: bool
     """Whether other hosts can have the version from this worker."""
     failed_sources: list[str]
-    """Those that did not give what they were asked for."""
+    """The sources that did not give a requested file."""
 
 
 class WeightUpdates:
-    """What the manager asks a generation worker for."""
+    """The updates that the manager asks a generation worker for."""
 
     def __init__(self, staging: "WeightStaging", *, mode: UpdateMode, record: Record = unrecorded) -> None:
         """

@@ -58,11 +58,11 @@ _NEWS_PAUSE_S = (
 
 
 class BadConfigurationError(ValueError):
-    """What the user wrote cannot work; restarting would not help."""
+    """The user's configuration cannot work; restarting would not help."""
 
 
 class CannotContinueError(RuntimeError):
-    """What the trial stands on is damaged or makes no progress; restarting would not help."""
+    """The trial's state is damaged or makes no progress; restarting would not help."""
 
 
 class UserCodeError(RuntimeError):
@@ -106,7 +106,7 @@ class StopRequested(Exception):  # noqa: N818 - a wish, not an error
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a worker is given: its plan, its place, and the trial's services."""
+    """The context of a worker: its plan, its index, and the trial's services."""
 
     plan: RunPlan
     kind: str

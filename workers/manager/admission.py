@@ -81,7 +81,7 @@ class _Holder:
     running: dict[str, int] = field(default_factory=dict)
     """Order by uid."""
     last: Allocation | None = None
-    """What it was dealt last, in case the answer was lost on its way."""
+    """Its last prompt, in case the answer was lost on its way."""
 
 
 class Admission:

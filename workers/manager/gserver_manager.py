@@ -73,7 +73,7 @@ _WAITING_LOOK_S = 5.0
 
 
 class Waiting(NamedTuple):
-    """Who waits."""
+    """A waiting request."""
 
     answer: asyncio.Future[Route]
     request: Schedule

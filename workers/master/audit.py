@@ -27,7 +27,7 @@ from corral.workers.master.drawn_prompts import PromptsState
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What came out."""
+    """The result of an audit."""
 
     trained: int
     dropped: int

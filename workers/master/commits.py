@@ -49,13 +49,13 @@ class CommitFailedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitMoment:
-    """What a commit stands for beside the files that ranks are writing: all of the moment in which it began."""
+    """The contents of a commit beside the files that ranks are writing: all of the moment in which it began."""
 
     checkpoint: CheckpointWriter
     states: LedgerStates
     """Of the ledger: all that is consumed."""
     delta: LedgerDelta
-    """What of it was not committed before."""
+    """The part of it that was not committed before."""
     prompts: bytes
     """Of the prompts that follow from what was trained; nothing where none do."""
     extra: Mapping[str, Any]

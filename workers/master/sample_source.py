@@ -48,7 +48,7 @@ _NOWHERE: RanksByKey = MappingProxyType({})
 
 
 class BufferedSample(msgspec.Struct, kw_only=True, eq=False, gc=False):
-    """What the master knows about one sample (one prompt with its group of answers).
+    """The master's record of one sample (one prompt with its group of answers).
 
     It is small, and the garbage collector does not know it: a step looks at thousands of them several times, and more
     of them than fit into a processor's cache cost more each. For the same reason the parts of a step hand on samples
@@ -154,7 +154,7 @@ def note_held(samples: Iterable[BufferedSample], keys: Iterable[str], ranks: Ite
 
 
 def buffered(reply: MetadataReply, *, owner: int) -> list[BufferedSample]:
-    """What the master keeps of the samples that a rank has described."""
+    """The master's records of the samples that a rank has described."""
     samples: list[BufferedSample] = []
     for group in reply.groups:
         versions, keys = _versions(group.versions), _keys(group.keys)
@@ -225,7 +225,7 @@ class Drops:
 
 
 class SampleHolders(Protocol):
-    """What a source asks of the model workers."""
+    """The requests of a source to the model workers."""
 
     async def fetch(self) -> list[BufferedSample]:
         """Samples that have arrived from rollout workers since the last call; does not wait for any."""

@@ -69,12 +69,12 @@ class TrainerGroupLostError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFiles:
-    """What all ranks of a role have written together, or could not."""
+    """The files that all ranks of a role have written together, or the errors."""
 
     state: Mapping[str, FileEntry]
     weights: Mapping[str, FileEntry]
     problems: Mapping[str, str]
-    """What the file system said, by worker; empty where all files are on disk."""
+    """The errors of the file system, by worker; empty if all files are on disk."""
     lacks_room: bool = False
     """Whether a disk is full."""
 

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSave:
-    """What a commit has of a role, as far as this rank writes it."""
+    """This rank's part of a role in a commit."""
 
     state: StateShard
     weights: WeightShard | None

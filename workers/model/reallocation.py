@@ -85,7 +85,7 @@ def _broadcast(given: Iterable[tuple[str, Tensor]] | None, group: ParallelContex
 
 
 class _Header(msgspec.Struct, frozen=True, array_like=True):
-    """What comes next."""
+    """The header of the next tensor."""
 
     name: str
     shape: tuple[int, ...]

@@ -58,7 +58,7 @@ _FIELDS = ("role", "content", "reasoning_content", "name", "tool_call_id")  # of
 
 @dataclass(slots=True)
 class Conversations:
-    """What one episode's program has said and heard, so that nothing of it becomes tokens twice.
+    """The conversations of one episode's program, so that no message becomes tokens twice.
 
     messages ──begin with a conversation that was answered──► its ids, bridged to the messages behind the answer
        └──begin with none, or with one that is written in another way by now──► rendered from the beginning
@@ -96,7 +96,7 @@ class Conversations:
 
 
 def _keys(messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema]) -> Iterator[str]:
-    """What has been said up to each message."""
+    """The digest of the conversation up to each message."""
     digest = hashlib.blake2b(_canonical(list(tools)))
     for message in messages:
         fields = {name: message[name] for name in _FIELDS if message.get(name)}
@@ -110,7 +110,7 @@ def _canonical(value: object) -> bytes:
 
 
 class EpisodeSession(Protocol):
-    """What is asked of an episode, `corral.workers.rollout.episode_session` in a trial."""
+    """The interface of an episode, `corral.workers.rollout.episode_session` in a trial."""
 
     uid: str
 

@@ -84,7 +84,7 @@ class Bounded(Struct, kw_only=True):
 
 
 class Asked(Bounded, kw_only=True):
-    """What OpenAI's two ways to ask have in common."""
+    """The common fields of OpenAI's two requests."""
 
     stream: bool | None = None
     stream_options: _StreamOptions | None = None

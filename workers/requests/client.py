@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _KnownWorker:
-    """What the master's end knows of one worker, and has yet to tell it."""
+    """One worker as the master's end knows it, and the pending messages to it."""
 
     hello: Hello
     identity: bytes | None = None

@@ -17,7 +17,7 @@ MAX_ERROR = 2000  # characters
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the configuration says of the environment."""
+    """The configuration of the environment."""
 
     id: str
     args: Mapping[str, Any]
