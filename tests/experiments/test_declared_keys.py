@@ -79,8 +79,6 @@ def test_keys_are_those_of_what_the_code_makes_however_it_is_written(ask: Ask) -
             "mine:Mine",
             "actor.interface: AttributeError: .*mine.py:13",
         ),
-        (("(Base)", ""), "mine:Mine", "actor.interface: .*Mine"),
-        (("ModelInterface\n", "ModelInterfaces\n"), "mine:Mine", "cannot import name 'ModelInterfaces'"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_under_its_key_with_its_line(

@@ -245,13 +245,15 @@ def test_what_a_loss_reads_of_a_judge_goes_from_one_to_the_other(submit: Submit,
     assert "doubt" in calls["actor_train"].input_keys and "rewards" not in calls["actor_train"].input_keys
 
 
-@pytest.mark.parametrize("key", ["actor.interface", "critic.interface", "reward_model.interface"])
-def test_an_interface_that_is_not_there_is_named_with_its_key(submit: Submit, tmp_path: Path, key: str) -> None:
+def test_an_interface_that_is_not_there_is_named_with_its_key(submit: Submit, tmp_path: Path) -> None:
     submit(MINE)  # writes the inputs
     (tmp_path / "ppo.yaml").write_text(VALID_PPO)
-    options = [f"{key.partition('.')[0]}.path=model", f"{key}=users_mine:Nobody"]
+    roles = ("actor", "critic", "reward_model")
+    options = [option for role in roles for option in (f"{role}.path=model", f"{role}.interface=users_mine:No{role}")]
     with pytest.raises(ConfigError) as raised:
         prepare(tmp_path / "ppo.yaml", options, trial_name=None, mode="local")
-    (problem,) = raised.value.problems
-    assert problem.path == tuple(key.split(".")) and "users_mine.py has no callable 'Nobody'" in problem.message
-    assert problem.hint == "it has Mine, SFTExperiment"
+    problems = {problem.path: problem for problem in raised.value.problems}
+    assert problems.keys() == {(role, "interface") for role in roles}
+    for role in roles:
+        assert f"users_mine.py has no callable 'No{role}'" in problems[role, "interface"].message
+        assert problems[role, "interface"].hint == "it has Mine, SFTExperiment"
