@@ -210,7 +210,6 @@ def test_a_job_starts_a_server_of_the_trials_own_kind(tmp_path: Path, model: Pat
     assert of_two.pass_at == {2: of_two.accuracy} and of_two.majority == of_two.accuracy
 
 
-@pytest.mark.slow  # tests/slurm/test_evaluation_jobs.py has one that crashes, too
 def test_an_evaluation_that_crashes_says_so(tmp_path: Path, model: Path) -> None:
     make_evaluable_trial(tmp_path, model, commits=(1,), reward="tests.launcher.evaluation.evaluation_rewards:crash")
     shown = rl_eval(tmp_path, "trial", "--local", exit_code=6)
