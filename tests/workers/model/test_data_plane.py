@@ -171,7 +171,7 @@ def test_what_is_not_here_is_not_given() -> None:
 
 def test_a_length_that_nobody_said_is_named() -> None:
     parcel = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
-    with connected_ranks("AB") as ranks, pytest.raises(ValueError, match=r"\['0:a'\] are to come from rank 0"):
+    with connected_ranks("AB") as ranks, pytest.raises(ValueError, match=r"\['0:a'\] from rank 0 have no"):
         ranks[1].plane.take([parcel], {})
 
 
