@@ -56,7 +56,7 @@ class Reject(MessageBody, frozen=True, tag="reject"):
 class Give(MessageBody, frozen=True, tag="give"):
     """Send these transfers, of samples that are here, to the ranks that take them -> OkReply"""
 
-    transfers: list[Transfer] = msgspec.field(name="parcels")
+    transfers: list[Transfer]
 
 
 class ClearDataCache(MessageBody, frozen=True, tag="clear_data_cache"):
@@ -82,7 +82,7 @@ class Initialize(MessageBody, frozen=True, tag="initialize"):
 class DataTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Take the transfers that come to this rank, and pass on those that it is the source of."""
 
-    transfers: list[Transfer] = msgspec.field(name="parcels")
+    transfers: list[Transfer]
     num_tokens: dict[str, list[int]]
     """uid -> tokens of each answer, so that the sizes of what comes are known beforehand."""
 

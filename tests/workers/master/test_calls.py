@@ -213,8 +213,8 @@ def test_each_rank_gets_its_own_samples() -> None:
 @pytest.mark.parametrize("keys", [("input_ids",), ("input_ids", "prompt_mask")])
 def test_what_a_call_reads_goes_to_its_ranks_and_nothing_else(keys: tuple[str, ...]) -> None:
     ranks, _ = run(call(model_name="critic", input_keys=keys))
-    assert {parcel.keys for take in ranks.takes.values() for parcel in take.transfers} == {keys}
-    assert {parcel.keys for give in ranks.gives.values() for parcel in give.transfers} == {keys}
+    assert {transfer.keys for take in ranks.takes.values() for transfer in take.transfers} == {keys}
+    assert {transfer.keys for give in ranks.gives.values() for transfer in give.transfers} == {keys}
     assert (set(ranks.gives), set(ranks.takes)) == ({0, 1}, {2, 3})
     assert not run(call(input_keys=keys))[0].takes  # all is where it is needed
 
@@ -294,7 +294,7 @@ def buffer_of(owner_by_uid: dict[str, int], keys: tuple[str, ...] = KEYS) -> Seq
     return buffer
 
 
-def test_each_rank_is_told_of_its_own_parcels_only() -> None:
+def test_each_rank_is_told_of_its_own_transfers_only() -> None:
     buffer = buffer_of({"0:a": 0, "0:b": 1, "0:c": 2})
     planner = TransferPlanner({0: "A", 1: "A", 2: "B", 3: "B"})
     transfers = planner.plan([((2, 3), buffer.find(["0:a", "0:c"]))], KEYS)
@@ -308,7 +308,7 @@ def test_each_rank_is_told_of_its_own_parcels_only() -> None:
     }
 
 
-def test_nothing_moves_twice_and_no_two_parcels_have_one_number() -> None:
+def test_nothing_moves_twice_and_no_two_transfers_have_one_number() -> None:
     buffer = buffer_of({"0:a": 0, "0:b": 0})
     planner = TransferPlanner({0: "A", 1: "A"})
     first = planner.plan([((1,), buffer.find(["0:a"]))], ("input_ids",))
@@ -318,7 +318,9 @@ def test_nothing_moves_twice_and_no_two_parcels_have_one_number() -> None:
     assert (again.gives, again.takes, again.size_bytes) == ({}, {}, 0)
     more = planner.plan([((1,), buffer.find(["0:a", "0:b"]))], KEYS)
     more.note_arrival()
-    tags = [parcel.tag for transfers in (first, more) for give in transfers.gives.values() for parcel in give.transfers]
+    tags = [
+        transfer.tag for transfers in (first, more) for give in transfers.gives.values() for transfer in give.transfers
+    ]
     assert len(set(tags)) == len(tags) == 3
     assert buffer.release(["0:a", "0:b"]) == {0: ["0:a", "0:b"], 1: ["0:a", "0:b"]}
 

@@ -105,8 +105,8 @@ def redistribute(
     """Let every rank play its part of a plan; some take before anybody gives."""
 
     def play(number: int, rank: Rank) -> None:
-        mine = [parcel for parcel in plan if number in parcel.destinations or _passes_on(parcel, number)]
-        given = [parcel for parcel in plan if parcel.source == number and not parcel.is_passed_on]
+        mine = [transfer for transfer in plan if number in transfer.destinations or _passes_on(transfer, number)]
+        given = [transfer for transfer in plan if transfer.source == number and not transfer.is_passed_on]
         if number in takes_first:
             with ThreadPoolExecutor(1) as thread:
                 taken = thread.submit(rank.plane.take, mine, num_tokens)
@@ -119,8 +119,8 @@ def redistribute(
     on_all(ranks, play)
 
 
-def _passes_on(parcel: Transfer, rank: int) -> bool:
-    return parcel.source == rank and parcel.is_passed_on
+def _passes_on(transfer: Transfer, rank: int) -> bool:
+    return transfer.source == rank and transfer.is_passed_on
 
 
 def plan_for(

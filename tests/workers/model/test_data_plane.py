@@ -45,7 +45,7 @@ LAYOUTS = {"apart": "ABCD", "together": "AAAA", "pairs": "AABB"}
 
 @dataclass
 class Group:
-    """Four ranks on some hosts, and the numbers that their parcels have not had."""
+    """Four ranks on some hosts, and the numbers that their transfers have not had."""
 
     hosts: str
     ranks: list[Rank]
@@ -170,44 +170,44 @@ def test_what_is_not_here_is_not_given() -> None:
 
 
 def test_a_length_that_nobody_said_is_named() -> None:
-    parcel = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
+    transfer = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
     with connected_ranks("AB") as ranks, pytest.raises(ValueError, match=r"\['0:a'\] from rank 0 have no"):
-        ranks[1].plane.take([parcel], {})
+        ranks[1].plane.take([transfer], {})
 
 
 @pytest.mark.parametrize("hosts", ["AB", "AA"])
 def test_a_peer_that_gives_nothing_is_named_with_the_deadline(hosts: str) -> None:
-    parcel = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
+    transfer = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
     with (
         connected_ranks(hosts, timeout_s=1.0) as ranks,
         pytest.raises(TransferError, match=r"rank 1 did not get rewards of 1 samples from rank 0 within 1 s"),
     ):
-        ranks[1].plane.take([parcel], {"0:a": [3]})
+        ranks[1].plane.take([transfer], {"0:a": [3]})
 
 
 def test_samples_that_were_dropped_too_early_are_not_taken_for_others() -> None:
-    parcel = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
+    transfer = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("input_ids",))
     with connected_ranks("AA") as ranks:
         ranks[0].store.put(random_sample("0:a", [5_000_000], ["input_ids"]))  # more than a segment holds: its own
         is_gone = threading.Event()
         weakref.finalize(ranks[0].store.arrays(["0:a"], ["input_ids"])[0].base, is_gone.set)
-        ranks[0].plane.give([parcel])
+        ranks[0].plane.give([transfer])
         ranks[0].store.drop(["0:a"])
         assert is_gone.wait(DEADLINE_S)  # the transfer server holds it until it has said where it was
         with pytest.raises(TransferError, match="rank 0 has dropped samples before they were taken"):
-            ranks[1].plane.take([parcel], {"0:a": [5_000_000]})
+            ranks[1].plane.take([transfer], {"0:a": [5_000_000]})
 
 
 def test_a_new_epoch_forgets_what_nobody_took() -> None:
     old, new = random_sample("0:a", [9], ["rewards"]), random_sample("0:a", [10], ["rewards"])
-    parcel = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
+    transfer = Transfer(tag=1, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
     with connected_ranks("AB") as ranks:
         ranks[0].store.put(old)
-        ranks[0].plane.give([parcel])
+        ranks[0].plane.give([transfer])
         ranks[0].store.put(new)
         on_all(ranks, lambda _, rank: rank.plane.begin(2))
-        ranks[0].plane.give([parcel])
-        ranks[1].plane.take([parcel], {"0:a": [10]})
+        ranks[0].plane.give([transfer])
+        ranks[1].plane.take([transfer], {"0:a": [10]})
         assert_same(ranks[1].store.gather(["0:a"], ["rewards"]), new, "rewards")
 
 
@@ -234,9 +234,9 @@ def test_a_peer_that_dies_is_named_at_once() -> None:
     with closing(plane):
         plane.begin(1)
         assert ours.poll(DEADLINE_S)
-        parcel = Transfer(tag=1, source=1, destinations=(0,), uids=("0:a",), keys=("rewards",))
+        transfer = Transfer(tag=1, source=1, destinations=(0,), uids=("0:a",), keys=("rewards",))
         with ThreadPoolExecutor(1) as thread:
-            taking = thread.submit(plane.take, [parcel], {"0:a": [3]})
+            taking = thread.submit(plane.take, [transfer], {"0:a": [3]})
             peer.kill()
             peer.join(DEADLINE_S)
             with pytest.raises(

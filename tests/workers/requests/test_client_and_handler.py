@@ -140,8 +140,8 @@ def test_each_worker_gets_its_own_share_and_nothing_of_the_others(as_role: AsRol
             worker(security, lambda: client.endpoint, index=1) as second,
         ):
             await initialize(client, first, second)
-            parcel = Transfer(tag=0, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
-            lacking = DataTransfer(transfers=[parcel], num_tokens={"0:a": [1]})
+            transfer = Transfer(tag=0, source=0, destinations=(1,), uids=("0:a",), keys=("rewards",))
+            lacking = DataTransfer(transfers=[transfer], num_tokens={"0:a": [1]})
             shares = {
                 first.worker_id: Inference(mfc="ref_inf", uids=["0:a"], offloads=True),
                 second.worker_id: Inference(mfc="ref_inf", uids=["0:b"], take=lacking),
