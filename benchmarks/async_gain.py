@@ -262,7 +262,7 @@ class Clockwork:
         self.step += 1
         self.settled.update(batch)
         self.known = PolicyVersion(1, self.step) if self.step else self.known
-        self.admission.consumed(batch)
+        self.admission.note_commit(batch)
         self.admission.at_version(self.known, consumed=len(self.settled), workers=[WORKER])
         for rows in self.rows:
             rows.still_until = self.now + UPDATE_S

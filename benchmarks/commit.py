@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from corral.experiments.config.control import TrainControl  # noqa: E402
 from corral.experiments.trial.directory import TrialDirectory  # noqa: E402
+from corral.experiments.trial.journal import Journal  # noqa: E402
 from corral.experiments.trial.log import TrialLog  # noqa: E402
 from corral.experiments.worker_specs import MasterWorkerSpec  # noqa: E402
 from corral.scheduling.parallel import Mesh, ParallelDims  # noqa: E402
@@ -186,6 +187,8 @@ class Phases:
 
     def beat(self) -> None: ...
 
+    def record(self, *_: object) -> None: ...
+
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
@@ -211,6 +214,7 @@ def make_epoch(trial: TrialDirectory, disk: Disk) -> Epoch:
         writer=TrialLog(trial.log_path).claim("benchmark"),
         recovery=RecoveryPoint(),
         disk=disk,
+        journal=Journal(trial.journal_path),
     )
 
 

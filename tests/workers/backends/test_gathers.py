@@ -65,7 +65,7 @@ def look_at_ranks(world: ParallelContext, folder: Path) -> None:
     seen["is cut"] = all(isinstance(parameter, DTensor) for parameter in read.model.parameters())
     expected = {name: whole(parameter) for name, parameter in trained._trained().items()}
     factors = {name: whole(parameter) for name, parameter in adapted._trained().items()}
-    if world.place == 0:
+    if world.mesh_rank == 0:
         write_tensors(folder / "expected.safetensors", expected)
         write_tensors(folder / "factors.safetensors", factors)
     (folder / f"{world.rank}.json").write_text(json.dumps(seen))
