@@ -330,7 +330,7 @@ class NameService(LeaseStore):
         """Values by name, sorted by name, of `root` itself and all names below `root/`; "" is all names."""
 
     def delete(self, name: str) -> None:
-        """Delete a name if it exists, whatever its owner.
+        """Delete a name of any owner, if it exists.
 
         The owner of a living lease registers it again at its next beat: deleting makes a stale record go away, it does
         not evict anybody.

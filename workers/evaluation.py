@@ -45,7 +45,7 @@ from corral.workers.data.held_out import MAJORITY, added, means, pass_at_k
 from corral.workers.data.prompts import open_problems
 from corral.workers.generation.backend import ServerAccess
 from corral.workers.generation.generation_server import make_backend
-from corral.workers.lifecycle.worker import BadConfigurationError, WrongDevicesError
+from corral.workers.lifecycle.worker import BadConfigurationError, UserCodeError, WrongDevicesError
 from corral.workers.requests.manager_messages import HeldOutProblem
 from corral.workers.rollout.episode_player import open_player
 from corral.workers.rollout.generation_client import FailedTry, GenerationClient
@@ -53,6 +53,7 @@ from corral.workers.rollout.group_maker import GroupMaker
 from corral.workers.rollout.held_out import HeldOutProblems
 from corral.workers.rollout.judging import RewardJudge
 from corral.workers.streams.https import open_session
+from corral.workers.user_code.children import HostError
 from corral.workers.user_code.loading import use_kept_code
 
 logger = logging.getLogger(__name__)
@@ -230,6 +231,9 @@ def main(argv: list[str] | None = None) -> int:
         if read_result(request.result) is None:
             result = asyncio.run(evaluate(request, gpus=arguments.gpus))
             atomic_write(request.result, result.model_dump_json(indent=1).encode() + b"\n")
+    except (HostError, UserCodeError) as error:
+        logger.error("%s", error)
+        return WorkerExit.USER_CODE
     except (ValueError, BadConfigurationError, WrongDevicesError) as error:
         logger.error("%s", error)
         return WorkerExit.WRONG_DEVICES if isinstance(error, WrongDevicesError) else WorkerExit.BAD_CONFIGURATION

@@ -36,7 +36,7 @@ _WAY_OUT = "this attempt cannot go on; rl-stop what still runs of it, then rl-su
 
 
 _MOST_OF_ITS_OWN = 2
-_MOST_AT_ALL = 10  # in a row, whatever ended them: each has waited in the queue, so a human has had the time to look
+_MOST_AT_ALL = 10  # in a row, of any cause: each has waited in the queue, so a human has had the time to look
 
 
 class EndState(StrEnum):

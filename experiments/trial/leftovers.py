@@ -29,7 +29,8 @@ from corral.experiments.trial.directory import remove_file
 from corral.experiments.trial.flocks import is_private, open_directory, remove_if_unused, try_lock
 
 _MAPPED_WHILE_USED: Final = ("sem.mp-", "sglang_loads_", "sgl_shm_")
-"""Prefixes of names in /dev/shm that their makers keep mapped: multiprocessing's semaphores, SGLang's slots."""
+"""Prefixes of names in /dev/shm that a process maps as long as it uses them: semaphores of multiprocessing, slots of
+SGLang."""
 LEFTOVERS_VARIABLE: Final = "CORRAL_LEFTOVERS"
 """Names the record of a worker to all that runs in it."""
 MEMORY: Final = Path("/dev/shm")

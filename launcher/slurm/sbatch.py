@@ -143,7 +143,7 @@ def _quoted(value: str) -> str:
 def _allocation_options(
     trial: PlacedTrial, index: int, *, attempt: int | None = None, exclude_nodes: Sequence[str] = ()
 ) -> list[str]:
-    """The options of every allocation, whatever its role."""
+    """The options of an allocation of any role."""
     plan, allocation = trial.plan, trial.layout.allocations[index]
     tag = {
         "corral": 1,

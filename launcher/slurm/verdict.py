@@ -546,7 +546,7 @@ def explain_end(job: Mapping[str, str] | None, job_output: str, *, job_id: str, 
     word = state_word(job.get("JobState", ""))
     if prospect.is_preempted:
         state = EndState.PREEMPTED
-    elif word == "RUNNING":
+    elif phase_of(word) is JobPhase.RUNNING:
         state = EndState.STOPPED  # also with a line of slurmstepd, which `scancel --batch --signal=TERM` leaves
     else:
         by_word = _END_BY_STATE.get(meaning_of(word)[0], EndState.CANCELLED)
@@ -561,4 +561,4 @@ def why_leaving(job: Mapping[str, str] | None) -> str:
     word = state_word(job.get("JobState", ""))
     if phase_of(word) is not JobPhase.RUNNING:
         return f"its job is {word}"
-    return "its job is being preempted" if look_ahead(job, restart_count=0).is_preempted else ""
+    return "its job is being preempted" if word == "RUNNING" and look_ahead(job, restart_count=0).is_preempted else ""

@@ -1,8 +1,7 @@
 """Tracker: receives a trial's numbers, line by line.
 
-A tracker begins anew whenever it is made, and is given all lines from the first on. So whatever ended it before, and
-whatever the trial has taken back, each line is there once: nothing has to be remembered, and no line is reported twice.
-Each begins by removing its earlier report of the trial, by its own means.
+A tracker begins anew whenever it is made: it removes its earlier report of the trial, by its own means, and gets all
+lines from the first on. So each line is there once, also after a crash, and after the trial has taken steps back.
 """
 
 import shutil

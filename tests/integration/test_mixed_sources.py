@@ -61,7 +61,7 @@ USERS_FILE = re.search(r"```python\n(# my_prompts\.py\n.*?)```", (ROOT / "docs" 
 
 
 def saying(text: str, model: Path, directory: Path) -> Path:
-    """A model that says this again and again, whatever it is told."""
+    """A model that answers every prompt with this token, again and again."""
     shutil.copytree(model, directory)
     judge = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     (token,) = encode_answer(load_tokenizer(model), text)

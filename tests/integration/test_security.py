@@ -243,7 +243,7 @@ def check_evaluations(trial: Trial, steps: Sequence[int]) -> None:
     for line in (evaluated[step] for step in steps):
         assert line["eval/problems"] == line["eval/twice/problems"] == 8 and line["eval/unjudged"] == 0
         assert line["eval/version_min"] == line["eval/version_max"] == line["step"]
-        # The seeds are those of the row, whichever file has it, whoever answers.
+        # The seeds follow from the row alone, not from its file or the server that answers.
         assert line["eval/reward/mean"] == pytest.approx(line["eval/twice/reward/mean"])
         assert line["eval/accuracy"] <= line["eval/pass@2"] <= line["eval/pass@4"] >= line["eval/majority"]
 

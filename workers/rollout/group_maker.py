@@ -170,10 +170,7 @@ class GroupMaker:
         Raises:
             UserCodeError, PromptsFailError, HostError: the worker has to end.
         """
-        try:
-            made = await all_or_first_error(*(self._make_one(*prompt) for prompt in prompts))
-        except HostError as error:
-            raise verdict_on(error, has_run=self.has_judged) from error
+        made = await all_or_first_error(*(self._make_one(*prompt) for prompt in prompts))
         for (uid, _, _), one in zip(prompts, made, strict=True):
             if isinstance(one, GeneratedGroup) or one.kind == DROPPED_AS_FILTERED:
                 self._failed_in_a_row, self.has_judged = 0, True
@@ -273,6 +270,8 @@ class GroupMaker:
             episodes, num_failed = await self._episodes(self.player, client, uid, row, prompt_ids, seeds)
             await self.player.forget(uid)
             return Group(row, episodes, (), num_failed)
+        except HostError as error:
+            raise verdict_on(error, has_run=self.has_judged) from error
         except RewardFailedError as error:
             raise PromptFailedError(_REWARD_ERROR, error) from error
         except (AgentFailedError, RequestRefusedError) as error:

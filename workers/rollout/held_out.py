@@ -62,7 +62,7 @@ class HeldOutProblems:
         """What comes out of one of them.
 
         Raises:
-            HostError: as `GroupMaker.make`.
+            UserCodeError, HostError: as `GroupMaker.attempt`.
         """
         num_asked, groups = self._config.answers_per_problem, self._groups[problem.dataset]
         seeds = AnswerSeeds(self._seed, problem.row_id, 0)

@@ -74,7 +74,8 @@ class HostError(RuntimeError):
     def __init__(self, text: str, *, is_from_process: bool = False) -> None:
         super().__init__(text)
         self.is_from_process = is_from_process
-        """Whether the process itself reported what failed: nothing but that is evidence against the user's code."""
+        """Whether the process itself reported what failed, and no process before it had loaded the user's code: nothing
+        but that is evidence against the code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +354,7 @@ class Children(Closing):
                 watch.add_done_callback(self._watches.discard)
                 return
             if "failed" in first:
-                raise HostError(str(first["failed"]), is_from_process=True)
+                raise HostError(str(first["failed"]), is_from_process=self._ready is None)
             if makes_sandboxes:
                 self._hidden = ()  # where secrets are hidden it could make none
                 continue

@@ -214,6 +214,10 @@ def test_an_evaluation_that_crashes_says_so(tmp_path: Path, model: Path) -> None
     make_evaluable_trial(tmp_path, model, commits=(1,), reward="tests.launcher.evaluation.evaluation_rewards:crash")
     shown = rl_eval(tmp_path, "trial", "--local", exit_code=6)
     assert "FAILED" in shown and "the evaluation ended with -9" in shown
+    make_evaluable_trial(tmp_path / "other", model, commits=(1,), reward="no_such_module:score")
+    shown = rl_eval(tmp_path / "other", "trial", "--local", exit_code=6)
+    assert f"the evaluation ended with {WorkerExit.USER_CODE:d}: " in shown
+    assert "ERROR: no_such_module:score cannot be imported: ModuleNotFoundError" in shown
 
 
 def test_a_trial_of_this_machine_is_evaluated_here_and_answers_without_a_reward_are_explained(

@@ -48,6 +48,7 @@ TIME_LIMIT = ENDING.replace("Reason=None", "Reason=TimeLimit")
         (Answer(REQUEUED, said("DUE TO JOB REQUEUE ")), "REQUEUED", True),
         (Answer(RUNNING, said()), "STOPPED", False),  # scancel --batch --signal=TERM: the job goes on
         (Answer(RUNNING), "STOPPED", False),  # kill
+        (Answer(RUNNING.replace("RUNNING", "SIGNALING"), said()), "STOPPED", False),
     ],
 )
 def test_the_end_of_a_job_is_explained(answer: Answer, state: str, is_requeued: bool) -> None:

@@ -26,6 +26,7 @@ from corral.workers.model.data_store import DataStore
 from corral.workers.model.generator import Generator
 from corral.workers.model.models import Models
 from corral.workers.requests.messages import Evaluate, Generate, HeldOutReply, Initialize, SampleMetadata
+from corral.workers.user_code.children import HostError
 from tests.workers.backends.training_helpers import save_tiny_model
 from tests.workers.data.tiny_tokenizer import write_tokenizer
 from tests.workers.model.test_models import PLACES, specification
@@ -214,6 +215,19 @@ def test_a_reward_that_fails_on_everything_ends_the_worker_as_it_ends_a_rollout_
         assert dropped.dropped_because.startswith("reward_error: the reward function score failed 1 times, last: ")
         with pytest.raises(error, match="16 prompts in a row failed, .*; mend reward misbehaving:score"):
             generate(generator, load(directory), *raising[1:], step=step)
+
+
+def test_a_reward_that_says_that_it_cannot_be_loaded_ends_the_trial_also_where_it_is_evaluated_first(
+    tmp_path: Path, directory: Path
+) -> None:
+    model, missing = load(directory), RewardConfig(reward=reward_parts("no_such_module:score"))
+    with generator_of(tmp_path, directory, reward=missing) as (generator, _):
+        with pytest.raises(UserCodeError, match="no_such_module"):
+            evaluate(generator, model)
+        with pytest.raises(UserCodeError, match="no_such_module"):
+            generate(generator, model, 0)
+        with pytest.raises(HostError, match="no_such_module"):  # it has judged: the file system may be away
+            generate(generator, model, 0, step=3)
 
 
 def test_a_reward_that_fails_on_a_held_out_answer_is_counted_and_left_out(
